@@ -50,7 +50,11 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
 
-PARTS_IN_FLIGHT = 4
+# The least and the most parts of a state that a receiver requests at a time. It requests more while a part takes less
+# than PART_S: on a long and fast link the number limits the rate, on a narrow one many parts would delay the donor's
+# own values.
+PARTS_IN_FLIGHT_MIN, PARTS_IN_FLIGHT_MAX = 8, 32
+PART_S = 1.0
 # A receiver waits for this many times the longest wait so far before it repeats a request. A part that a narrow link
 # still carries is then not requested twice. The second number limits the wait, in multiples of silence_s; a learner
 # waits as long at most for a value that it lacks while other payloads arrive.
@@ -149,8 +153,10 @@ class Receiver:
         self._count = 0
         self._kept: set[int] = set()
         self._donor_incarnation = 0
-        # Parts requested so far.
+        # Parts requested so far, and when each part that has not arrived was requested last.
         self._asked = 0
+        self._asked_s: dict[int, float] = {}
+        self._in_flight = PARTS_IN_FLIGHT_MIN
         self._attempts = 0
         self._resend_wait_s = config.resend_s
         # When the newest part arrived, or the first one was requested.
@@ -172,15 +178,17 @@ class Receiver:
         self._forget()
         self._clock, self._asked, self._heard_s = clock, 1, now_s
         self._wait(now_s)
-        self._request(0)
+        self._request(0, now_s)
 
     def _forget(self) -> None:
         if self._kept:
             self._effects.append(DropChunks())
         self.donor, self.donor_step = "", 0
         self._count, self._asked, self._kept, self.complete = 0, 0, set(), False
+        self._asked_s, self._in_flight = {}, PARTS_IN_FLIGHT_MIN
 
-    def _request(self, index: int) -> None:
+    def _request(self, index: int, now_s: float) -> None:
+        self._asked_s[index] = now_s
         request = StateRequest(*self._who, self._clock, self.donor, self.donor_step, index)
         self._effects.append(Send(SYNCER, request))
 
@@ -210,13 +218,15 @@ class Receiver:
             self._abandon(clock, now_s)
             return
         self._kept.add(message.part)
+        more = 1 if now_s - self._asked_s.pop(message.part) < PART_S else -1
+        self._in_flight = min(max(self._in_flight + more, PARTS_IN_FLIGHT_MIN), PARTS_IN_FLIGHT_MAX)
         self._longest_s, self._heard_s = max(self._longest_s, now_s - self._heard_s), now_s
         patience_s = min(PATIENCE * self._longest_s, PATIENCE_SILENCES * self._config.silence_s)
         self._resend_wait_s = max(self._config.resend_s, patience_s)
         self._wait(now_s)
         self._effects.append(KeepChunk(message.part, message.parts))
-        while self._asked < min(self._count, len(self._kept) + PARTS_IN_FLIGHT):
-            self._request(self._asked)
+        while self._asked < min(self._count, len(self._kept) + self._in_flight):
+            self._request(self._asked, now_s)
             self._asked += 1
         if len(self._kept) == self._count:
             self.complete, self.resend_s = True, None
@@ -301,7 +311,7 @@ class Receiver:
         self._wait(now_s)
         for index in range(self._asked):
             if index not in self._kept:
-                self._request(index)
+                self._request(index, now_s)
 
     def adopt(self, clock: int, now_s: float) -> None:
         """Load a complete state, if it is recent; the parameters are the syncer's."""

@@ -15,7 +15,13 @@ from diloco_jax.protocol.messages import (
     StateRequest,
     StateUnavailable,
 )
-from diloco_jax.protocol.recovery import PARTS_IN_FLIGHT, PARTS_MAX, STATES_MAX, Donor
+from diloco_jax.protocol.recovery import (
+    PARTS_IN_FLIGHT_MAX,
+    PARTS_IN_FLIGHT_MIN,
+    PARTS_MAX,
+    STATES_MAX,
+    Donor,
+)
 from tests.protocol.recovery_inputs import Alone, H, begun, config, part, receiver
 
 
@@ -35,17 +41,22 @@ def test_asks_anybody_then_the_one_who_answered() -> None:
     it = receiver()
     assert it.begin(10, 0.0) == [Send(SYNCER, request())]
     effects = it.on_part(part(0), 10, 1.0)
-    assert effects == [KeepChunk(0, 9), *(Send(SYNCER, request(p, "d", 50)) for p in range(1, 5))]
+    assert effects == [KeepChunk(0, 9), *(Send(SYNCER, request(p, "d", 50)) for p in range(1, 9))]
 
 
-def test_a_window_of_parts_is_on_its_way() -> None:
-    it = begun(part(0))
-    under_way = set(range(1, 1 + PARTS_IN_FLIGHT))
-    for number in range(1, 9):
-        under_way.remove(number)
-        under_way |= set(asked(it.on_part(part(number), 10, 0.0)))
-        assert len(under_way) <= PARTS_IN_FLIGHT
-    assert it.complete and not it.over and it.resend_s is None
+@pytest.mark.parametrize(("took_s", "window"), [(1.5, PARTS_IN_FLIGHT_MIN), (0.5, PARTS_IN_FLIGHT_MAX)])
+def test_more_parts_are_on_their_way_over_a_fast_link(took_s: float, window: int) -> None:
+    it, now_s, most = receiver(recovery_turns=100), 0.0, 0
+    it.begin(10, 0.0)
+    waiting = {0: 0.0}
+    while waiting:
+        number, asked_s = next(iter(waiting.items()))
+        now_s = max(now_s, asked_s + took_s)
+        del waiting[number]
+        waiting |= dict.fromkeys(asked(it.on_part(part(number, 100), 10, now_s)), now_s)
+        most = max(most, len(waiting))
+        assert len(waiting) <= window
+    assert most == window and it.complete and not it.over and it.resend_s is None
 
 
 def test_parts_in_any_order_complete_the_state() -> None:
@@ -63,17 +74,17 @@ def test_parts_in_any_order_complete_the_state() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        part(0),  # twice
+        part(0, 20),  # twice
         # This chunk was not requested yet.
-        part(7),
-        part(1, donor="other"),
-        part(1, step=51),
-        part(1, parts=8),
-        part(1, receiver="somebody"),
+        part(12, 20),
+        part(1, 20, donor="other"),
+        part(1, 20, step=51),
+        part(1, 8),
+        part(1, 20, receiver="somebody"),
     ],
 )
 def test_a_part_that_is_not_wanted_is_ignored(message: StateChunk) -> None:
-    it = begun(part(0))
+    it = begun(part(0, 20))
     assert it.on_part(message, 10, 0.0) == []
 
 
@@ -107,7 +118,7 @@ def test_repeats_only_what_is_missing_each_time_later() -> None:
         assert it.resend_s is not None and it.resend_s > now_s
         now_s = it.resend_s
         found[now_s] = asked(it.on_tick(10, now_s))
-    assert list(found.values()) == [[1, 3, 4, 5]] * len(found)
+    assert list(found.values()) == [[1, 3, 4, 5, 6, 7, 8]] * len(found)
     assert list(found) == [2.5, 6.5, 14.5, 30.5, 50.5, 70.5], "after 2, 4, 8, 16 s, then every lease"
 
 
@@ -161,7 +172,7 @@ def test_continues_where_it_was_when_the_link_is_back() -> None:
     it = begun()
     for number in (0, 1, 3):
         it.on_part(part(number), 10, 0.0)
-    assert sent(it.on_connected(5.0)) == [request(number, "d", 50) for number in (2, 4, 5, 6)]
+    assert sent(it.on_connected(5.0)) == [request(number, "d", 50) for number in (2, 4, 5, 6, 7, 8)]
     for number in (2, 4, 5, 6, 7, 8):
         it.on_part(part(number), 10, 6.0)
     assert it.complete and it.on_connected(7.0) == []

@@ -10,6 +10,8 @@ from typing import Any
 
 from diloco_jax.core.codec import Format
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.recovery import PARTS_IN_FLIGHT_MAX
+from diloco_jax.runtime.island.adoptions import STATE_PART_BYTES
 from diloco_jax.sim.goodput.bandwidth import (
     GBIT,
     UTILISATIONS,
@@ -153,11 +155,14 @@ def recovery(case: Case) -> dict[str, Any]:
     """Return the time until a learner trains again after a restart: processes, global model, a neighbour's state.
 
     The learner's link is free for the global model, because it has no rounds yet. The donor's link carries rounds
-    beside the state.
+    beside the state. A part of the state makes two round trips, from its request to its arrival through the syncer, and
+    the parts on their way are limited.
     """
     given = case.given
-    rate = GBIT * case.usable_gbit_per_s()
+    rate, trips_s = GBIT * case.usable_gbit_per_s(), 2 * given.round_trip_ms * 1e-3
     donor = max(rate - GBIT * case.rounds().planned_gbit_per_s, rate / 2)
+    if trips_s:
+        donor = min(donor, PARTS_IN_FLIGHT_MAX * STATE_PART_BYTES / trips_s)
     layout = case.blueprint.state_layout
     moving = MovingLayout(layout, case.config.wire.states)
     model_bytes, state_bytes = 4 * case.parameters, moving.bytes.num_bytes
