@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco_jax.core.codec import Format
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.recovery import PARTS_IN_FLIGHT_MAX
+from diloco_jax.protocol.recovery import PART_S, PARTS_IN_FLIGHT_MAX, PARTS_IN_FLIGHT_MIN
 from diloco_jax.runtime.island.adoptions import STATE_PART_BYTES
 from diloco_jax.sim.goodput.bandwidth import (
     GBIT,
@@ -31,6 +31,9 @@ from diloco_jax.training.whole_state.moving import MovingLayout
 
 # A version that has arrived waits half a step on average for the gap between two steps.
 GAP_STEPS = 0.5
+# On a narrow link a state takes this many times as long as its bytes alone, because few of its parts are on their way;
+# docs/log.md, 2026-11-27.
+STATE_TURNS = 1.3
 # From wide to narrow.
 FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2", "ternary")
 DAY_S = 86400.0
@@ -151,22 +154,29 @@ def syncer_load(case: Case) -> dict[str, Any]:
     }
 
 
+def _state_rate(case: Case, rate: float, state_bytes: float) -> float:
+    """Return the bytes of a state per second, from its request to its arrival, over links of `rate` bytes/s."""
+    donor = max(rate - GBIT * case.rounds().planned_gbit_per_s, rate / 2)
+    trips_s = 2 * case.given.round_trip_ms * 1e-3
+    few_bytes = PARTS_IN_FLIGHT_MIN * STATE_PART_BYTES
+    if state_bytes > few_bytes and few_bytes * (1 / rate + 1 / donor) + trips_s > PART_S:
+        return donor / STATE_TURNS
+    return min(donor, PARTS_IN_FLIGHT_MAX * STATE_PART_BYTES / trips_s) if trips_s else donor
+
+
 def recovery(case: Case) -> dict[str, Any]:
     """Return the time until a learner trains again after a restart: processes, global model, a neighbour's state.
 
     The learner's link is free for the global model, because it has no rounds yet. The donor's link carries rounds
     beside the state. A part of the state makes two round trips, from its request to its arrival through the syncer, and
-    the parts on their way are limited.
+    the parts on their way are limited: on a narrow link to so few that the two links take turns.
     """
     given = case.given
-    rate, trips_s = GBIT * case.usable_gbit_per_s(), 2 * given.round_trip_ms * 1e-3
-    donor = max(rate - GBIT * case.rounds().planned_gbit_per_s, rate / 2)
-    if trips_s:
-        donor = min(donor, PARTS_IN_FLIGHT_MAX * STATE_PART_BYTES / trips_s)
+    rate = GBIT * case.usable_gbit_per_s()
     layout = case.blueprint.state_layout
     moving = MovingLayout(layout, case.config.wire.states)
     model_bytes, state_bytes = 4 * case.parameters, moving.bytes.num_bytes
-    model_s, state_s = model_bytes / rate + case.arrive_all_s, state_bytes / donor
+    model_s, state_s = model_bytes / rate + case.arrive_all_s, state_bytes / _state_rate(case, rate, state_bytes)
     # Once it is there, the leader sends every other host of its island its moments, unpacked.
     outlines = [each.outline for each in case.kinds]
     hosts = [each.kind.island.hosts for each in outlines]

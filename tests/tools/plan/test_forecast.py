@@ -45,6 +45,7 @@ SETTINGS: dict[str, Any] = {
     "protocol": {"sync_every": 8, "num_fragments": 4, "overlap_steps": 2, "quorum": 1},
 }  # fmt: skip
 QUIET = Assumptions(step_s=1.0)
+MODULE = "diloco_jax.tools.plan.forecast"
 
 
 def small(**changes: Any) -> Case:
@@ -240,6 +241,24 @@ def test_recovery_by_hand(gbit_per_s: float, half: bool) -> None:
     assert alone["seconds"] == pytest.approx(7 + back["global_model_s"]) and not alone["state_bytes"]
     (single,) = {recovery(small(islands={"count": 1}, given=given))["state_bytes"]}
     assert not single, "one learner has no neighbour"
+
+
+def test_a_state_takes_turns_on_a_narrow_link_and_is_limited_by_its_parts_on_a_long_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = replace(QUIET, link_gbit_per_s=8e-4, round_trip_ms=0.0)
+    state = recovery(small(given=given))["state_s"]
+    part_bytes = 2_000
+    monkeypatch.setattr(f"{MODULE}.STATE_PART_BYTES", part_bytes)
+    fast = replace(given, link_gbit_per_s=8.0, round_trip_ms=200.0)
+    case = small(given=fast)
+    assert 2 * 4 * case.parameters > 4 * part_bytes, "the state has more parts than are on their way at least"
+    # 4 parts take 0.09 s on each link of 92 kB/s.
+    assert recovery(small(given=given))["state_s"] == state
+    monkeypatch.setattr(f"{MODULE}.PART_S", 0.1)
+    assert recovery(small(given=given))["state_s"] == pytest.approx(1.3 * state)
+    monkeypatch.setattr(f"{MODULE}.PART_S", 1.0)
+    assert recovery(case)["state_s"] == pytest.approx(2 * 4 * case.parameters / (64 * part_bytes / 0.4), rel=0.01)
 
 
 def test_chips_are_what_is_paid_for_not_devices() -> None:
