@@ -159,7 +159,8 @@ def _join_rows(
 ) -> list[tuple[str, float, float]]:
     """Let the last island leave and return, and compare its join with the plan for links of this rate."""
     name = lab.islands[-1]
-    back = recovery(_case(run, arguments, rate_bit_s, arguments.step_s))
+    case = _case(run, arguments, rate_bit_s, arguments.step_s)
+    back = recovery(case)
     run.stop_island(name)
     begin = run.mark()
     run.start_island(name, incarnation=2)
@@ -171,8 +172,12 @@ def _join_rows(
     stepped_s = next(r["t"] for r in records if r["kind"] == "step" and r["learner"] == name)
     moved = back["global_model_s"] + back["state_s"] + back["state_spread_s"]
     down = end.traffic[name].down - begin.traffic[name].down
+    # Versions of the rounds that close meanwhile come too.
+    merged = sum(r["kind"] == "merged" and notes["joined"] < r["t"] < notes["recovered"] for r in records)
+    version_bytes = wire_bytes(case)[formats(run.config)["down"]]["round_mean"]
+    joined_bytes = back["global_model_bytes"] + back["state_bytes"] + merged * version_bytes
     return [
         ("join with moments, s", moved, notes["recovered"] - notes["joined"]),
         ("join until the first step, s", moved, stepped_s - notes["joined"]),
-        ("bytes of the join", back["global_model_bytes"] + back["state_bytes"], down),
+        ("bytes of the join", joined_bytes, down),
     ]
