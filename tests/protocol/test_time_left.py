@@ -25,6 +25,19 @@ def test_the_start_does_not_count() -> None:
     assert pace.left_s(260.0, 400) == 0.0
 
 
+def test_the_start_of_a_resumed_run_does_not_count() -> None:
+    """After 24 steps of an earlier process: 45 s of start-up, then 2 steps per second."""
+    pace = TimeLeft(24)
+    for now_s, step in ((0.0, 24), (45.0, 24), (50.0, 25), (50.5, 26)):
+        pace.step(now_s, step)
+    assert pace.left_s(50.5, 126) == pytest.approx(50.0)
+    # A snapshot that is older than expected.
+    pace = TimeLeft(24)
+    for now_s, step in ((0.0, 20), (45.0, 20), (50.0, 21), (50.5, 22)):
+        pace.step(now_s, step)
+    assert pace.left_s(50.5, 122) == pytest.approx(50.0)
+
+
 def test_a_rate_that_halves_is_followed_within_the_window() -> None:
     """1 step per second until 100 s, then one in 2 s: of 300 steps 200 are left, which take 400 s."""
     pace = fed([float(second) for second in range(1, 101)])

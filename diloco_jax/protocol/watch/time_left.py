@@ -1,8 +1,8 @@
 """Estimates the time left of a run from its recent rate of global steps, for status, logs, live view and page.
 
 The window of the rate is the last WINDOW_S, or the last WINDOW_SHARE of the time since the first global step if that is
-longer. It always has at least STEPS_LEAST steps. The time before the first global step does not count, so a slow start
-does not spoil the estimate. The time since the newest step counts only when it is longer than a step.
+longer. It always has at least STEPS_LEAST steps. The time before the first global step of this process does not count,
+so a slow start or resume does not spoil the estimate. The time since the newest step counts only when it is longer than a step.
 """
 
 from collections import deque
@@ -14,9 +14,14 @@ POINTS = 256
 
 
 class TimeLeft:
-    """Estimator of the remaining time; call `step` with every new count of global steps."""
+    """Estimator of the remaining time; call `step` with every new count of global steps.
 
-    def __init__(self) -> None:
+    Args:
+        begin: Global steps that were made before.
+    """
+
+    def __init__(self, begin: int = 0) -> None:
+        self._begin = begin
         self._first_s = 0.0
         self._points: deque[tuple[float, int]] = deque()
 
@@ -25,7 +30,8 @@ class TimeLeft:
         points = self._points
         if points and (now_s < points[-1][0] or global_step < points[-1][1]):
             points.clear()
-        if global_step <= 0 or (points and points[-1][1] == global_step):
+        self._begin = min(self._begin, global_step)
+        if global_step <= self._begin or (points and points[-1][1] == global_step):
             return
         if not points:
             self._first_s = now_s

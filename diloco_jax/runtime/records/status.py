@@ -71,7 +71,7 @@ def compose_status(
         total_steps=syncer.progress.expected_steps,
         left_s=left_s,
         epoch=syncer.epoch,
-        waiting_for=blocked or syncer.waiting_for(now_s),
+        waiting_for=blocked or ("nothing: the run was stopped" if state == "stopped" else syncer.waiting_for(now_s)),
         wall_s=now_s,
         tokens=stats.tokens,
         contributors_per_round=round(stats.contributors_per_round, 3),

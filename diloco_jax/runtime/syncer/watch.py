@@ -94,7 +94,7 @@ class Watch:
         # Seconds from the end of each round in flight until the value of each learner.
         self._came: dict[int, dict[str, float]] = {}
         self._news = False
-        self._time_left = TimeLeft()
+        self._time_left = TimeLeft(self.context.machine.global_step)
         self._telemetry = Telemetry(self.context.run_dir, Outlets(self.context.config, self.context.run_dir))
 
     def begins(self, how: str) -> None:
