@@ -83,7 +83,7 @@ def test_port_in_use(tmp_path: Path) -> None:
 def test_a_learner_without_its_token_ends_before_it_waits_or_loads(tmp_path: Path) -> None:
     config = write_config(tmp_path, transport={"token_file": str(tmp_path / "none"), "connect_timeout_s": 600.0})
     result = call("learner", config, "--island", "island-0", "--syncer", "127.0.0.1:1")
-    check_refused(result, f"transport.token_file {tmp_path / 'none'} cannot be read", "make the files with")
+    check_refused(result, f"transport.token_file {tmp_path / 'none'} cannot be read", "copy this machine's files")
     assert result.returncode == 2 and "importing" not in result.stderr
 
 

@@ -2,7 +2,8 @@
 
 The window of the rate is the last WINDOW_S, or the last WINDOW_SHARE of the time since the first global step if that is
 longer. It always has at least STEPS_LEAST steps. The time before the first global step of this process does not count,
-so a slow start or resume does not spoil the estimate. The time since the newest step counts only when it is longer than a step.
+so a slow start or resume does not spoil the estimate. The time since the newest step counts only when it is longer than
+a step.
 """
 
 from collections import deque

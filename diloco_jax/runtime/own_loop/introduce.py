@@ -44,6 +44,9 @@ def introduce(
     # A model that no syncer can store is refused before anything is sent.
     read_layout(ours)
     described = ask_description(transport, learner_id)
+    source = f"the config from the syncer at {transport.address}"
+    # Another run's syncer may be at this address.
+    log.info(f"{learner_id}: found the run {parse_text(described.config, source).name}")
     if _any_host(not described.layout):
         whole = _whole(params, forms)
         if bad := next((path for path, values in whole.items() if not np.isfinite(values).all()), None):
@@ -57,7 +60,7 @@ def introduce(
 
         described = _await_model(transport, learner_id, bring if jax.process_index() == 0 else None)
     _compare(ours, described.layout)
-    config = parse_text(described.config, f"the config from the syncer at {transport.address}")
+    config = parse_text(described.config, source)
     of_this_machine = {name: getattr(transport, name) for name in LOCAL}
     return replace(config, transport=replace(config.transport, **of_this_machine))
 

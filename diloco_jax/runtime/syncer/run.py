@@ -322,7 +322,8 @@ class SyncerRun:
         self._late_s = late_s
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
         own = isinstance(model, OfferedModel)
-        self._pulse.phase("loading the model that the first island sent (up to a minute on a busy processor)" if own else "drawing the initial model")
+        loads = "loading the model that the first island sent (up to a minute on a busy processor)"
+        self._pulse.phase(loads if own else "drawing the initial model")
         resolved = resolve(config, model.shapes, model.kinds)
         self._config = config = resolved.config
         self._run_dir = run_dir

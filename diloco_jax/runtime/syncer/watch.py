@@ -160,6 +160,10 @@ class Watch:
         record = {"kind": note.kind, "t": now_s, "global_step": note.global_step}
         record |= {"fragment_id": note.fragment_id, "members": list(note.members), "reason": note.reason}
         self._telemetry.write(record)
+        if note.kind in ("joined", "left"):
+            # Its next process tells its own number.
+            for name in note.members:
+                self._processes.pop(name, None)
         self.exposed.on_note(note)
         self._time_left.step(now_s, self.context.machine.global_step)
         if note.kind == "abandoned":

@@ -166,7 +166,11 @@ def test_every_file_that_will_not_do_is_named_with_its_setting(folder: Path, tmp
     for name, content in bad.items():
         (tmp_path / name).write_bytes(content)
     for setting, name, reason in (
-        ("tls_ca", "missing", r"cannot be read: No such file or directory; correct the path, or make the files with"),
+        (
+            "tls_ca",
+            "missing",
+            r"cannot be read: No such file or directory; correct the path, or copy this machine",
+        ),
         ("tls_ca", "noise", "holds no readable certificate"),
         ("tls_ca", "empty", "holds no readable certificate"),
         ("tls_ca", "large", "has more than 1048576 bytes: is it the right file"),
