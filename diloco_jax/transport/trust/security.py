@@ -215,8 +215,8 @@ def _read(setting: str, path: str, limit: int = PEM_BYTES_MAX) -> bytes:
             content = file.read(limit + 1)
     except OSError as error:
         raise ValueError(
-            f"transport.{setting} {path} cannot be read: {error.strerror}; correct the path, or copy this machine's files "
-            "from where `diloco certs` made them"
+            f"transport.{setting} {path} cannot be read: {error.strerror}; correct the path, or copy this machine's "
+            "files from where `diloco certs` made them"
         ) from None
     if len(content) > limit:
         raise ValueError(f"transport.{setting} {path} has more than {limit} bytes: is it the right file?")

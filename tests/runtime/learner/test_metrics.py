@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import METRICS_MAX, OWN_MACHINE, OWN_PROCESS, Metric, MetricsReport
 from diloco_jax.runtime.learner.metrics import NAMES_MAX, IslandMetrics, memory
 from diloco_jax.runtime.records.earlier import NOTHING_EARLIER
@@ -90,3 +91,14 @@ def test_the_process_of_an_island_is_known_on_its_machine(tmp_path: Any, machine
     values = (Metric("loss", 1.0), Metric(OWN_PROCESS, 1234.0), Metric(OWN_MACHINE, float(machine)))
     watch.on_metrics(MetricsReport("a", 2, 7, values), 1.5)
     assert (watch._metrics, watch._processes) == ({"a": {"loss": 1.0}}, {"a": told})
+
+
+def test_the_process_of_an_island_that_left_is_forgotten(tmp_path: Any) -> None:
+    watch = _watch(tmp_path)
+    watch.context.clock = SimpleNamespace(now_s=lambda: 1.0)  # type: ignore[misc]
+    watch.exposed = SimpleNamespace(on_note=lambda note: None)  # type: ignore[assignment]
+    watch._processes = {"a": 1234, "b": 5678}
+    watch.on_note(Note("closed", 5, 0, ("a", "b"), ""))
+    assert watch._processes == {"a": 1234, "b": 5678}
+    watch.on_note(Note("left", 5, -1, ("a",), "no connection"))
+    assert watch._processes == {"b": 5678}
