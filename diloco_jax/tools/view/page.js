@@ -251,7 +251,10 @@ function drawRounds(run) {
   const row = count > 12 ? 14 : 22, height = count * row, x = t => (t - right + seconds) / seconds * width;
   const moving = s('g');
   for (let t = Math.max(0, Math.ceil((right - seconds) / nice(seconds, width / 90))) * nice(seconds, width / 90); t < right + seconds / 20; t += nice(seconds, width / 90)) {
-    moving.append(s('path', {class: 'grid', d: `M${x(t)} 0V${height}`}), s('text', {x: x(t) + 3, y: height + 14}, t < 60 ? +t.toFixed(1) + ' s' : time(t)));
+    const label = t < 60 ? +t.toFixed(1) + ' s' : time(t);
+    moving.append(s('path', {class: 'grid', d: `M${x(t)} 0V${height}`}));
+    // A text that does not move into view would stay cut off.
+    if (merging(run) || x(t) + 3 + 6.5 * label.length <= width) moving.append(s('text', {x: x(t) + 3, y: height + 14}, label));
   }
   shownRounds.forEach((round, index) => {
     const y = used[index] * row + 2, tall = row - 4, group = s('g', {class: 'round'});
