@@ -147,8 +147,8 @@ def test_a_state_may_be_on_its_way_for_many_turns_of_all_fragments(turns: int, s
             total_steps=160,
             network=NetworkOptions(delay_s=0.1),
             faults=(Fault(20.0, "crash", names, 2.0, notice_s=0.05), Fault(30.0, "disconnect", names, 1.0, 0.1)),
-            # Four parts at a time travel for 0.4 s.
-            state_parts=240,
+            # Up to 64 parts at a time travel for 0.4 s.
+            state_parts=3500,
             seed=seed,
         )
     )

@@ -11,7 +11,7 @@ import pytest
 from diloco_jax.protocol import messages as m
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import LinkClosed, Rejected, TransportConfig, TransportError, split_address
-from tests.transport.ends import CONFIG, LIMIT, WAIT_S, Ends, greet, hear, hear_end, hear_message, value
+from tests.transport.ends import CONFIG, LIMIT, WAIT_S, Ends, comes_true, greet, hear, hear_end, hear_message, value
 
 pytestmark = pytest.mark.net
 
@@ -244,6 +244,9 @@ def test_traffic_counts_what_moved(ends: Ends, listener: GrpcListener) -> None:
     hear(link)
     link.send(value(1, 500), b"y" * 500)
     hear(listener)
+    # Payloads are counted after they were sent, and after they were delivered.
+    assert comes_true(lambda: listener.traffic.sent_bytes - before.sent_bytes >= 1000)
+    assert comes_true(lambda: listener.traffic.received_bytes - before.received_bytes >= 500)
     received, sent = (now - then for now, then in zip(listener.traffic, before, strict=True))
     assert 1000 <= sent < 1200 and 500 <= received < 700
 

@@ -81,7 +81,7 @@ def test_a_whole_run_of_a_loop_needs_none_of_them(tmp_path: Path, run_dir: Path)
     told = re.findall(r"^[-0-9]+ [0-9:,]+ island-0: ([a-z ]+)", lines, re.MULTILINE)
     assert told == [
         "connecting to the syncer at ",
-        "found the run ",
+        "found the run own",
         "the run has no model yet",
         "connected to the syncer",
         "waiting for the run",
