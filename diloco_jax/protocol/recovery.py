@@ -52,7 +52,7 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 
 # The least and the most parts of a state that a receiver requests at a time. It requests more while a part takes less
 # than PART_S: on a long and fast link the number limits the rate. On a narrow link the donor's own values wait behind
-# the parts, which with 16 parts stopped a run's rounds for 15 s (docs/log.md, 2026-11-27).
+# the parts: with 16 parts a run merged nothing for 20 s (docs/log.md, 2026-11-27).
 PARTS_IN_FLIGHT_MIN, PARTS_IN_FLIGHT_MAX = 4, 64
 PART_S = 1.0
 # A receiver waits for this many times the longest wait so far before it repeats a request. A part that a narrow link

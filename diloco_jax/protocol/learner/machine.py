@@ -15,8 +15,8 @@ States:  joining -> recovering (only when it joins a run that is under way) -> t
 
 Each part of the machine has its own subject: Anchors and Heads the global values held and read (anchors.py), Stager the
 copies (stager.py), FragmentWait the wait for a fragment (waiting.py), Start and Donor the states of learners
-(recovery.py), Allotment the data (leases.py). Contact is in contact.py, Examination and ScheduleClock
-are in this file.
+(recovery.py), Allotment the data (leases.py), Contact greetings and heartbeats (contact.py). Examination and
+ScheduleClock are in this file.
 """
 
 from collections.abc import Mapping
