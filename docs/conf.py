@@ -16,6 +16,9 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 source_suffix = {".md": "markdown", ".ipynb": "notebook"}
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
+# An option such as --run-dir keeps both of its hyphens.
+smartquotes_action = "qe"
+highlight_language = "none"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

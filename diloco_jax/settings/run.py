@@ -264,21 +264,21 @@ class RunConfig:
     """Seed of the initial parameters and of the order of the data. Change it to repeat a run with other random values,
     for example to see how much a result depends on chance."""
     islands: IslandsConfig = field(default_factory=IslandsConfig)
-    """The islands."""
+    """How many islands train, on which devices, and how each is restarted."""
     syncer: SyncerConfig = field(default_factory=SyncerConfig)
-    """The process that merges."""
+    """The process that merges: its restarts, threads, metrics and page."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Length of the training, batches and evaluations."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Your own evaluation beside the held-out loss."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The model."""
+    """The shape and the family of the model."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The inner optimizer."""
+    """The inner optimizer: what each island applies in every step."""
     data: DataConfig = field(default_factory=DataConfig)
-    """The data."""
+    """What the islands train on, and how it is divided among them."""
     protocol: ProtocolConfig = field(default_factory=ProtocolConfig)
-    """H, P, tau, K, grace."""
+    """How often islands exchange a fragment, and for how many a round waits: H, P, tau, K, grace."""
     fragments: FragmentConfig = field(default_factory=FragmentConfig)
     """How the model is cut into fragments."""
     weights: WeightScheme = "tokens2_per_step"
@@ -286,19 +286,19 @@ class RunConfig:
     or equal weights. Leave it unless you compare weights. All three are equal while all islands have equal batches and
     make equal numbers of steps. With uniform, a slow or small island counts as much as a large one."""
     merge: MergeConfig = field(default_factory=MergeConfig)
-    """How outer gradients become one."""
+    """How the outer gradients of several islands become one."""
     outer: OuterConfig = field(default_factory=OuterConfig)
-    """The outer optimizer."""
+    """The outer optimizer: what the syncer applies to a fragment in every round."""
     adopt: AdoptConfig = field(default_factory=AdoptConfig)
     """How learners adopt a new version of a fragment."""
     wire: WireConfig = field(default_factory=WireConfig)
     """Number formats on the wire."""
     transport: TransportConfig = field(default_factory=TransportConfig)
-    """Connections."""
+    """Connections between islands and the syncer: address, sizes, waits, and encryption."""
     checkpoints: CheckpointsConfig = field(default_factory=CheckpointsConfig)
     """Snapshots on disk."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    """When a process counts as hung."""
+    """The time that a step may take before its process counts as hung."""
     cloud: CloudConfig = field(default_factory=CloudConfig)
     """Machines on Google Cloud, for `diloco launch`."""
     gpu: GpuConfig = field(default_factory=GpuConfig)
