@@ -168,12 +168,12 @@ def _recovery(back: Row) -> list[str]:
 
 
 def _goodput(found: Row, run: Row) -> list[str]:
+    chips, every = f"{run['chips']} {run['unit']}", duration(3600 * found["hours_between_failures"])
     return [
-        f"failures      one of {run['chips']} {run['unit']} fails every {duration(3600 * found['hours_between_failures'])} and takes "
-        f"one of {found['slices']} slices with it",
+        f"failures      one of {chips} fails every {every} and takes one of {found['slices']} slices with it",
         f"              expected goodput {found['goodput']:.2%}, uptime {found['uptime']:.2%}",
-        f"              one rigid job over all {run['unit']} {found['rigid_goodput']:.2%}, less what links and lost steps "
-        "cost it",
+        f"              one rigid job over all {run['unit']} {found['rigid_goodput']:.2%}, less what links and lost "
+        "steps cost it",
     ]
 
 
