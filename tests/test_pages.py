@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MACHINE = re.compile(r"# machine (\w)\b")
-PAGES = ("start.md", "two-machines.md", "operations.md", "planning.md", "costs.md", "cookbook.md")
+PAGES = ("start.md", "two-machines.md", "operations.md", "planning.md", "costs.md", "cookbook.md", "lora.md")
 # A run of newcomers in less time, on cores that others use too: two islands, few steps, evaluations of two batches.
 SMALL = (
     "--islands.count 2 --train.steps 60 --train.eval_every 30 --train.eval_batches 2 --train.final_eval_batches 2 "
@@ -68,6 +68,7 @@ CHANGES = {
         " python ": f" {sys.executable} ",
         "train: {steps: 200}": "train: {steps: 40}",
     },
+    "lora.md": {"END\npython ": f"END\n{sys.executable} "},
     "operations.md": {
         **FAR,
         "rsync -a ": "cp -a ",
@@ -283,6 +284,17 @@ def test_a_cook_gets_through_the_recipes(folder: Path) -> None:
     assert "verdict" in told[1] and "island-1" in told[4]
     assert "the run is complete" in told[5]
     assert "run complete" in (folder / "A" / "jax.log").read_text() + (folder / "A" / "torch.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.net
+@pytest.mark.timeout(900)
+def test_adapters_are_rehearsed_with_a_tiny_model(folder: Path) -> None:
+    pytest.importorskip("peft", reason="the extra 'parity' has peft")
+    told = follow("lora.md", folder)
+    assert "complete: evaluation loss" in told[1]
+    public, adapted, merged = (float(each) for each in re.findall(r"^\w[\w ]+ {2,}(\d\.\d{3})$", told[2], re.M))
+    assert adapted == pytest.approx(merged, abs=2e-3) and adapted < public
 
 
 @pytest.mark.long

@@ -36,6 +36,15 @@ IMPORTING = "importing JAX and the program"
 log = logging.getLogger(__name__)
 
 
+def _tell_number(name: str, first: Path, chosen: Path) -> None:
+    """Print one line to stderr if a new run got another folder than the name of its config, because that one exists."""
+    if chosen == first:
+        return
+    options = {"train": f"--run-dir {first} --resume", "syncer": f"--run-dir {first}"}.get(name)
+    remedy = f"; to resume the run of {first}, stop and start with {options}" if options else ""
+    print(f"{first} exists, so this new run gets the folder {chosen}{remedy}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[tuple[Path, RunConfig]]:
     """Create the run's folder with the full config in it, yield both, and hold the folder's lock.
@@ -87,6 +96,8 @@ def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[tu
         config = as_begun(config, began)
         check_same_run(began, config, run_dir, rewinds=rewinds)
     run_dir.mkdir(parents=True, exist_ok=True)
+    if not (arguments.run_dir or resume):
+        _tell_number(arguments.name, Path(config.runs_dir) / config.name, run_dir)
     with FolderLock(run_dir, own_lock):
         if rewinds and began is not None:
             raise_limits(run_dir, began.limits, config.limits)

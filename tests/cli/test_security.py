@@ -14,6 +14,7 @@ from diloco_jax.settings import text as config
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.trust.security import credentials
 
 WAIT_S = 20.0
 
@@ -31,6 +32,25 @@ def test_certs_prints_settings_that_a_config_takes(tmp_path: Path, capsys: pytes
     assert [Path(path).name for path in answer["written"]] == ["island-2.key", "island-2.pem"]
     assert str(folder / "island-1.pem") in answer["kept"]
     assert TransportConfig(**answer["settings"]) == made
+
+
+def test_settings_of_a_relative_folder_work_on_another_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The printed section loads the credentials from a copy of the folder, in the folder where the process starts."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert cli.main(["certs", "certs", "--learners", "island-0"]) == 0
+    text = capsys.readouterr().out
+    assert str(tmp_path) not in text and "copy them into certs there, below the folder where" in text
+    block = text[text.index("transport:") :].split("\n\n")[0]
+    there.mkdir()
+    (here / "certs").rename(there / "certs")
+    monkeypatch.chdir(there)
+    transport = config.parse(yaml.safe_load(block), "printed").transport
+    assert transport.token_file == "certs/token"
+    assert credentials(transport, "island-0")
 
 
 def test_certs_with_wrong_input_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

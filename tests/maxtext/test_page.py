@@ -27,6 +27,27 @@ def test_the_config_loads() -> None:
     assert config.planned_steps == 500
 
 
+def test_islands_by_hand_have_the_arguments_of_the_config_and_a_config_that_loads(tmp_path: Path) -> None:
+    (text,) = (text for text in blocks("bash") if "cat > two.yaml" in text)
+    files = dict(re.findall(r"^cat > (\S+) <<'END'\n(.*?)^END$", text, re.MULTILINE | re.DOTALL))
+    by_hand = parse_text(files["two.yaml"], "two.yaml")
+    (packed,) = blocks("yaml")
+    by_train = parse_text(packed, "mx.yaml")
+    assert (by_hand.model, by_hand.train, by_hand.protocol) == (by_train.model, by_train.train, by_train.protocol)
+    arguments = files["island.sh"].replace("\\\n", " ").split()
+    first = arguments.index("base.yml")
+    assert set(arguments[first:]) == set(by_train.islands.command[3:])
+    # A command of this name prints what the script starts.
+    (tmp_path / "python").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "island.sh").write_text(files["island.sh"])
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for words, syncer in ((["a"], by_hand.transport.address), (["b", "host:1"], "host:1")):
+        call = ["bash", str(tmp_path / "island.sh"), *words]
+        started = subprocess.run(call, env=environment, check=True, capture_output=True, text=True).stdout
+        assert started.startswith(f"-m diloco_jax.maxtext --name {words[0]} --syncer {syncer} --run-dir runs/hand base")
+
+
 def test_a_launcher_needs_at_most_ten_lines() -> None:
     (text,) = blocks("python")
     compile(text, "docs/maxtext.md", "exec")

@@ -139,7 +139,7 @@ def _turns(case: Case, choice: ScheduleChoice) -> list[Advice]:
     protocol, wire = case.config.protocol, case.config.wire
     there, formats, rounds, rate = choice.case.config.protocol, choice.case.config.wire, choice.rounds, choice.rate
     overlap = min(max(choice.overlap_needed, OVERLAP_MIN), OVERLAP_STEPS_MAX)
-    carries = f"each learner moves {rounds.planned_gbit_per_s:.3g} of {rate:.3g} Gbit/s on average"
+    carries = f"each island moves {rounds.planned_gbit_per_s:.3g} of {rate:.3g} Gbit/s on average"
     if choice.busy <= BUSY_MAX:
         why_h = (
             f"{carries}, {choice.busy:.0%}, with every fragment once per {rounds.sync_every} steps "
@@ -200,7 +200,7 @@ def _why_tau(case: Case, choice: ScheduleChoice) -> str:
         )
     if case.config.protocol.lockstep:
         waits = 1 - case.rounds().utilisation(choice.rate)
-        why += f"; with 0 learners wait for {waits:.1%} of the time, which is right for synchronous DiLoCo only"
+        why += f"; with 0 islands wait for {waits:.1%} of the time, which is right for synchronous DiLoCo only"
     return why
 
 
@@ -211,7 +211,7 @@ def _wait(case: Case, choice: ScheduleChoice) -> Advice:
     needs_s, per_step = found["needs_s"], found["needs_s"] / case.step_s
     if not now:
         why = (
-            f"a learner that waits for each fragment adopts it before its next step, one or two steps earlier, and "
+            f"an island that waits for each fragment adopts it before its next step, one or two steps earlier, and "
             f"each step with a fragment takes {needs_s:.3g} s longer over this link ({per_step:.0%}), "
             f"and more if islands differ; that needs {_above(per_step)}"
         )
@@ -220,7 +220,7 @@ def _wait(case: Case, choice: ScheduleChoice) -> Advice:
         why = f"a fragment arrives {needs_s:.3g} s after the report, within the limit of {found['limit_s']:.3g} s"
         return _entry("protocol.wait_steps", now, now, why)
     why = (
-        f"a fragment arrives {needs_s:.3g} s after the report, and the limit is {found['limit_s']:.3g} s, so learners "
+        f"a fragment arrives {needs_s:.3g} s after the report, and the limit is {found['limit_s']:.3g} s, so islands "
         f"soon stop waiting; to have it before the next step needs {_above(per_step)}, and costs {per_step:.0%} of "
         "each step with a fragment"
     )
@@ -246,7 +246,7 @@ def _stripes(case: Case, stripes: int) -> Advice:
         return _entry("transport.stripes", stripes, now, "without a round trip one connection fills the link")
     why = (
         f"a window of {given.tcp_window_mb:.3g} MB per {given.round_trip_ms:.3g} ms lets one connection move about "
-        f"{each:.3g} Gbit/s (two thirds of the window, measured), and each learner has {share:.3g} Gbit/s"
+        f"{each:.3g} Gbit/s (two thirds of the window, measured), and each island has {share:.3g} Gbit/s"
     )
     if stripes * each < share and stripes == STRIPES_MAX:
         why += f"; {STRIPES_MAX} is the most, so raise net.ipv4.tcp_rmem and tcp_wmem too, and say --tcp-window-mb"
@@ -276,12 +276,12 @@ def _others(choice: ScheduleChoice, stripes: int) -> list[Advice]:
     found: list[Advice] = []
     if age_s > config.protocol.pull_timeout_s:
         wait = float(math.ceil(2 * age_s))
-        why = f"a version takes {age_s:.3g} s, and a round waits for a learner's value for at most this setting"
+        why = f"a version takes {age_s:.3g} s, and a round waits for an island's value for at most this setting"
         found.append(_entry("protocol.pull_timeout_s", wait, config.protocol.pull_timeout_s, why))
     whole = 4 * max(each.num_elements for each in there.run.fragments)
     if whole > config.transport.payload_bytes_max:
         most = 1 << math.ceil(math.log2(whole))
-        why = f"a joining learner gets whole fragments in float32, and the largest has {size(whole)}"
+        why = f"a joining island gets whole fragments in float32, and the largest has {size(whole)}"
         found.append(_entry("transport.payload_bytes_max", most, config.transport.payload_bytes_max, why))
     back = recovery(there)
     if back["state_bytes"] and not back["state_arrives"]:

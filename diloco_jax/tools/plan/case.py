@@ -70,6 +70,12 @@ class Case:
         return self.given.chips or sum(each.outline.chips for each in self.kinds)
 
     @property
+    def unit(self) -> str:
+        """Return what `chips` counts, in words: the config of a machine without TPU names only devices."""
+        named = self.given.chips or any(each.outline.kind.topology for each in self.kinds)
+        return "chips" if named else "devices"
+
+    @property
     def step_s(self) -> float:
         """Return the inner step of the fastest island, because links must keep up with it."""
         return min(kind.step_s for kind in self.kinds)

@@ -215,7 +215,7 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
     given, learners = case.given, case.learners
     slices = given.slices or learners
     if slices < learners:
-        raise ValueError(f"--slices is {slices}, but each of {learners} learners has at least one; raise it")
+        raise ValueError(f"--slices is {slices}, but each of {learners} islands has at least one; raise it")
     if case.chips < slices:
         raise ValueError(
             f"{case.chips} chips cannot be cut into {slices} slices; raise --chips, or lower --slices or islands.count"
@@ -280,6 +280,7 @@ def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "learners": case.learners,
             "sites": case.sites,
             "chips": case.chips,
+            "unit": case.unit,
             "sync_every": protocol.sync_every,
             "sync_later": protocol.sync_later,
             "num_fragments": len(case.run.fragments),

@@ -25,7 +25,7 @@ def describe(result: Row) -> str:
         _syncer(result["syncer"]),
         _memory(result["memory"]),
         _recovery(result["recovery"]),
-        _goodput(result["goodput"], result["run"]["chips"]),
+        _goodput(result["goodput"], result["run"]),
         _advice(result["advice"]),
         _cost(result["cost"]),
     ]
@@ -36,8 +36,8 @@ def _run(run: Row) -> list[str]:
     later = "".join(f", from step {step} on {_periods(each)}" for step, each in run["sync_later"].items())
     above = f" of adapters above {count(run['base_parameters'])} frozen ones" if run["base_parameters"] else ""
     lines = [
-        f"{run['name']}: {count(run['parameters'])} parameters{above}, {run['learners']} learners at {run['sites']} "
-        f"sites, {run['chips']} chips",
+        f"{run['name']}: {count(run['parameters'])} parameters{above}, {run['learners']} islands at {run['sites']} "
+        f"sites, {run['chips']} {run['unit']}",
         f"schedule      H = {_periods(run['sync_every'])}{later}, P = {_periods(run['class_fragments'])}, "
         f"tau = {run['overlap_steps']}; {run['up']} up, {run['down']} down",
     ]
@@ -59,7 +59,7 @@ def _periods(numbers: int | Mapping[str, int]) -> str:
 
 def _bytes(result: Row) -> list[str]:
     step_s = min(each["step_s"] for each in result["run"]["steps"])
-    lines = ["bytes of a learner, each way   largest round    mean round    per step  peak/mean     per day"]
+    lines = ["bytes of an island, each way   largest round    mean round    per step  peak/mean     per day"]
     for wire, each in result["bytes"].items():
         per_step, day = size(each["per_step"]), size(each["per_step"] * 86400 / step_s)
         if wire == "data_parallel":
@@ -80,18 +80,18 @@ def _rates(result: Row) -> list[str]:
         waits = "steps wait a little" if result["link"]["wait"]["limit_s"] else "steps never wait, over any link"
         lines.append(f"  formats, the same both ways: share of the due rounds that are made; {waits}")
     else:
-        lines.append("  formats, the same both ways: share of the time in steps; with tau = 0 learners wait")
+        lines.append("  formats, the same both ways: share of the time in steps; with tau = 0 islands wait")
     return [*lines, "  data_parallel: share of the time in steps. All rates are without headers, which add 4 to 9 %"]
 
 
 def _link(link: Row, tau: int) -> list[str]:
     made = "of the due rounds are made" if tau else "of the time in steps"
-    adopted = [f"              learners adopt it in the gap after a step, {link['adopt_s']:.3g} s later on average"]
+    adopted = [f"              islands adopt it in the gap after a step, {link['adopt_s']:.3g} s later on average"]
     return [
         f"this link     {link['gbit_per_s']:.3g} Gbit/s per site: {link['payload_gbit_per_s_per_learner']:.3g} of "
-        f"payload for each of its {link['learners_per_site']} learners, which send "
+        f"payload for each of its {link['learners_per_site']} islands, which send "
         f"{link['planned_gbit_per_s_per_learner']:.3g}",
-        f"              a round takes {link['round_s']:.3g} s until learners have its version: "
+        f"              a round takes {link['round_s']:.3g} s until islands have its version: "
         f"{link['reports_s']:.3g} s open, {link['up_s']:.2g} s up, {link['merge_s']:.2g} s to merge, "
         f"{link['down_s']:.2g} s down, {link['arrive_s']:.2g} s to read",
         *(adopted if tau else []),
@@ -105,7 +105,7 @@ def _wait(wait: Row) -> list[str]:
     if not wait["limit_s"]:
         return []
     if wait["per_step_s"]:
-        return [f"              learners wait {wait['per_step_s']:.3g} s per step for fragments (protocol.wait_steps)"]
+        return [f"              islands wait {wait['per_step_s']:.3g} s per step for fragments (protocol.wait_steps)"]
     return [
         f"              a fragment takes {wait['needs_s']:.3g} s, longer than protocol.wait_steps allows "
         f"({wait['limit_s']:.3g} s): nobody waits for it"
@@ -124,7 +124,7 @@ def _syncer(load: Row) -> list[str]:
     return [
         f"syncer        {load['cpu_s_per_round']:.3g} processor seconds per round, {load['rounds_per_s']:.3g} rounds "
         f"per second: {load['cores']:.2g} cores",
-        f"              {load['gbit_per_s_each_way']:.3g} Gbit/s each way for all learners together, "
+        f"              {load['gbit_per_s_each_way']:.3g} Gbit/s each way for all islands together, "
         f"{load['busy']:.0%} of what one process can carry",
     ]
 
@@ -134,11 +134,13 @@ def _memory(memory: Row) -> list[str]:
     for each in memory["islands"]:
         hbm = {("gradients" if name == "temporaries" else name): one for name, one in each["hbm"].items()}
         hbm = {name: one for name, one in hbm.items() if one or name != "base"}
+        # Only a slice of a TPU has a known limit.
+        unit = "chip" if each["hbm_limit_bytes"] else "device"
         chip, host = size(sum(hbm.values())), size(sum(each["host"].values()))
         chip += f" of {size(limit)}" if (limit := each["hbm_limit_bytes"]) else ""
         host += f" of {size(limit)}" if (limit := each["host_limit_bytes"]) else ""
         lines += [
-            f"chip memory   {chip} and activations on each chip of {each['islands'][0]}",
+            f"{unit + ' memory':<14}{chip} and activations on each {unit} of {each['islands'][0]}",
             f"              {', '.join(f'{name} {size(one)}' for name, one in hbm.items())}",
             "              an estimate from shapes; `diloco preflight` compiles the programs and is exact",
             f"host memory   {host} on each host: {_parts(each['host'])}",
@@ -148,7 +150,7 @@ def _memory(memory: Row) -> list[str]:
 
 def _recovery(back: Row) -> list[str]:
     lines = [
-        f"recovery      {duration(back['seconds'])} until a returning learner trains: restart "
+        f"recovery      {duration(back['seconds'])} until a returning island trains: restart "
         f"{duration(back['restart_s'])}, global model of {size(back['global_model_bytes'])} in "
         f"{duration(back['global_model_s'])}"
     ]
@@ -165,13 +167,13 @@ def _recovery(back: Row) -> list[str]:
     return lines
 
 
-def _goodput(found: Row, chips: int) -> list[str]:
+def _goodput(found: Row, run: Row) -> list[str]:
+    chips, every = f"{run['chips']} {run['unit']}", duration(3600 * found["hours_between_failures"])
     return [
-        f"failures      one of {chips} chips fails every {duration(3600 * found['hours_between_failures'])} and takes "
-        f"one of {found['slices']} slices with it",
+        f"failures      one of {chips} fails every {every} and takes one of {found['slices']} slices with it",
         f"              expected goodput {found['goodput']:.2%}, uptime {found['uptime']:.2%}",
-        f"              one rigid job over all chips {found['rigid_goodput']:.2%}, less what links and lost steps "
-        "cost it",
+        f"              one rigid job over all {run['unit']} {found['rigid_goodput']:.2%}, less what links and lost "
+        "steps cost it",
     ]
 
 

@@ -236,13 +236,15 @@ def renew(folder: Path, owner: str, now: datetime.datetime, until: datetime.date
 
 
 def settings(folder: Path) -> dict[str, str]:
-    """Return the settings of section `transport` for the folder's files; each process replaces "{name}"."""
-    path = folder.absolute()
+    """Return the settings of section `transport` for the folder's files; each process replaces "{name}".
+
+    The paths start like `folder`. So a relative folder gives settings for every machine that has a copy of it.
+    """
     return {
-        "tls_ca": str(path / CA_FILE),
-        "tls_certificate": str(path / "{name}.pem"),
-        "tls_key": str(path / "{name}.key"),
-        "token_file": str(path / TOKEN_FILE),
+        "tls_ca": str(folder / CA_FILE),
+        "tls_certificate": str(folder / "{name}.pem"),
+        "tls_key": str(folder / "{name}.key"),
+        "token_file": str(folder / TOKEN_FILE),
     }
 
 
@@ -251,7 +253,9 @@ def describe(folder: Path, made: Made) -> str:
     lines = [f"wrote {path}" for path in made.written] + [f"kept  {path}" for path in made.kept]
     lines += ["", "in the config of every process ({name} stands for the name of the process):", "", "transport:"]
     lines += [f"  {key}: {json.dumps(value)}" for key, value in settings(folder).items()]
-    return "\n".join([*lines, "", "other machines need ca.pem, token, NAME.pem and NAME.key; ca.key stays here"])
+    lines += ["", "other machines need ca.pem, token, NAME.pem and NAME.key; ca.key stays here"]
+    below = "" if folder.is_absolute() else ", below the folder where the process starts"
+    return "\n".join([*lines, f"copy them into {folder} there{below}"])
 
 
 def _kept(folder: Path, name: str, made: Made) -> bool:

@@ -82,6 +82,20 @@ def test_a_syncer_alone_keeps_supervisors_out(in_use: Path, monkeypatch: pytest.
     assert contents(in_use) == before
 
 
+def test_a_second_run_of_a_config_says_which_folder_it_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line goes to stderr, because stdout of --json is for programs. A named folder needs no line."""
+    monkeypatch.delenv("DILOCO_PARENT_PID", raising=False)
+    monkeypatch.setattr("diloco_jax.cli.train.train_locally", lambda *_, **__: {"complete": True})
+    words = ("train", write_config(tmp_path), "--runs_dir", tmp_path / "runs", "--json")
+    first, second = call(*words), call(*words)
+    folder = Path(json.loads(first.stdout)["run_dir"])
+    assert first.returncode == 0 and "new run" not in first.stderr
+    assert json.loads(second.stdout)["run_dir"] == f"{folder}-2"
+    remedy = f"to resume the run of {folder}, stop and start with --run-dir {folder} --resume"
+    assert second.stderr.splitlines() == [f"{folder} exists, so this new run gets the folder {folder}-2; {remedy}"]
+    assert "new run" not in call(*words, "--run-dir", tmp_path / "named").stderr
+
+
 def test_settings_on_top_of_a_runs_own_config_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes of the run read them there. Raised limits are on the tape, too, once."""
 

@@ -312,7 +312,7 @@ def test_what_waiting_costs(round_trip_ms: float) -> None:
     text = describe(forecast(case, advise(case)))
     if round_trip_ms == 100.0:
         assert found["per_step_s"] == pytest.approx(needs_s / 2) and not changes(case)
-        assert f"learners wait {needs_s / 2:.3g} s per step for fragments" in text
+        assert f"islands wait {needs_s / 2:.3g} s per step for fragments" in text
     else:
         assert found["per_step_s"] == 0 and changes(case) == {"protocol.wait_steps": 0.0}
         assert "nobody waits for it" in text and "steps wait a little" in text
@@ -435,6 +435,18 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, config, "--round-trip-ms", "25", "--price-per-egress-gb", "0.1")
     assert code == 0 and "assumed, as no chips are named" in out and "traffic costs" in out
     assert "  25 " in out and "keep:" in out
+
+
+def test_the_words_are_those_of_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+    """A config for CPUs has islands and devices; chips are those of a slice, or of --chips."""
+    config = str(CONFIGS / "quickstart.yaml")
+    _, out, _ = run(capsys, config)
+    assert "4 islands at 4 sites, 4 devices\n" in out and "one of 4 devices fails" in out
+    assert "device memory " in out and "learner" not in out
+    _, out, _ = run(capsys, config, "--chips", "8")
+    assert "4 islands at 4 sites, 8 chips\n" in out and "one of 8 chips fails" in out
+    _, out, _ = run(capsys, config, "--islands.devices", "auto", "--islands.topology", "v6e:2x2")
+    assert "16 chips\n" in out and "chip memory   " in out and "device memory" not in out
 
 
 @pytest.mark.parametrize(
