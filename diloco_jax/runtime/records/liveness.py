@@ -3,7 +3,7 @@
 A status names its process, so that a reader on the same machine can detect a file that no process updates any more.
 
 A starting process has a file health/NAME.phase with one line for people, until it trains or listens. Progress follows a
-comma: "compiling or loading programs, 3 of 7 are ready".
+comma: "compiling or loading programs, 3 of 7 are ready, now: adopt of fragment 1".
 """
 
 import contextlib
@@ -20,6 +20,8 @@ from diloco_jax.runtime.records.signals import PARENT_ENV
 
 # Ten times the pause between two status files of a syncer.
 QUIET_S = 5.0
+# Readers repeat the words of a phase that lasts after this time, and then each time when it has lasted twice as long.
+REPEAT_S = 10.0
 # The limit for another machine's folder, because shared disks show files late and clocks differ.
 FAR_QUIET_S = 60.0
 # A starting process writes nothing until the model is built.
@@ -147,6 +149,11 @@ def _trouble(run_dir: Path, said: Mapping[str, Any], process: _Seen | None, *, h
         return {"state": AWAY, "remedy": f"one is starting: {starts[0].words}"}
     where = "" if here else f"it ran on {said.get('machine', 'another machine').split()[0]}, look there too; "
     return {"state": NOT_RUNNING, "remedy": where + again}
+
+
+def repeats(lasted_s: float) -> int:
+    """Return how often the words of a phase that lasts so many seconds were due again."""
+    return max(0, int(lasted_s // REPEAT_S)).bit_length()
 
 
 class StartPhase(NamedTuple):
