@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from diloco_jax.core.kinds import Canonical
 from diloco_jax.runtime.model.layout_text import layout_of, read_layout
+from diloco_jax.runtime.records.liveness import repeats
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse_text
 from diloco_jax.transport.endpoints.greeting import BUSY, TOO_LATE, Description, ask_description, offer_model
@@ -77,7 +78,8 @@ def _await_model(transport: TransportConfig, learner_id: str, bring: Callable[[]
             BEGINS_S.
         ValueError: The run cannot take our model.
     """
-    ends_s, reason = time.monotonic() + transport.connect_timeout_s, ""
+    began_s, repeated = time.monotonic(), -1
+    ends_s, reason = began_s + transport.connect_timeout_s, ""
     while True:
         try:
             described = ask_description(transport, learner_id)
@@ -96,6 +98,11 @@ def _await_model(transport: TransportConfig, learner_id: str, bring: Callable[[]
             raise TransportError(
                 f"the run at {transport.address} has no model yet: {reason or 'no island has sent one'}"
             )
+        lasted_s = time.monotonic() - began_s
+        if repeats(lasted_s) > repeated:
+            repeated = repeats(lasted_s)
+            since = f", for {lasted_s:.0f} s" if repeated else ""
+            log.info(f"{learner_id}: waiting for the syncer at {transport.address}, which loads the run's model{since}")
         time.sleep(POLL_S)
 
 

@@ -259,7 +259,9 @@ def read_status(
 def _before_status(folder: Path) -> str:
     """Describe a run that has no status: what its processes do, or where to look."""
     if phases := read_phases(folder):
-        return "it is starting; " + "; ".join(f"{phase.name}: {phase.words}, for {phase.ago_s:.0f} s" for phase in phases)
+        return "it is starting; " + "; ".join(
+            f"{phase.name}: {phase.words}, for {phase.ago_s:.0f} s" for phase in phases
+        )
     # Only `diloco train` writes the outputs of its processes to files.
     where = folder / LOGS if (folder / LOGS).exists() else "the output of its syncer"
     return f"it is starting, or ended before it started; see {where}"

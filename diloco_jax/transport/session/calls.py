@@ -213,10 +213,14 @@ def failure(config: TransportConfig, error: Exception, name: str) -> TransportEr
     if error.code() in DENIALS:
         return TransportError(f"the syncer at {config.address} refused: {clean(error.details(), REASON_LENGTH_MAX)}")
     if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+        if error.code() is REFUSAL:
+            return TransportError(
+                f"the syncer at {config.address} cannot answer: {clean(error.details(), REASON_LENGTH_MAX)}"
+            )
         answer = f"{error.code().name}: {clean(error.details(), REASON_LENGTH_MAX)}"
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             # A syncer that waits for a loop's model serves only the calls of `join`.
-            hint = "it still waits for the first island's model or loads it, or is of another release of diloco_jax"
+            hint = "it has no model yet, or is of another release of diloco_jax"
             return TransportError(f"the syncer at {config.address} cannot answer yet: {hint} ({answer})")
         return TransportError(f"the syncer at {config.address} did not answer but with {answer}")
     return unanswered(config, diagnose(config, name))

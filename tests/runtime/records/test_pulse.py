@@ -9,8 +9,8 @@ import sys
 import threading
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
