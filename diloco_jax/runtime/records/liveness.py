@@ -30,7 +30,10 @@ NOT_RUNNING, SILENT, AWAY = "not running", "silent", "without a syncer"
 DEAD = (NOT_RUNNING, SILENT)
 ENDED = ("complete", "stopped")
 PHASE_SUFFIX = ".phase"
-PHASE_LENGTH_MAX = 200
+RESTART_SUFFIX = ".restart"
+PHASE_LENGTH_MAX, RESTART_LENGTH_MAX = 200, 1000
+# A supervisor may notice the end of a process so long before the syncer does.
+NOTICED_S = 10.0
 
 Ask = Callable[[], Mapping[str, Any] | None]
 
@@ -186,6 +189,26 @@ def read_phases(run_dir: Path) -> list[StartPhase]:
                 StartPhase(path.name.removesuffix(PHASE_SUFFIX), words, max(0.0, now_s - path.stat().st_mtime))
             )
     return [phase for phase in found if phase.words]
+
+
+def tell_restart(run_dir: Path, name: str, words: str) -> None:
+    """Write what the supervisor does about a process that has ended; errors of the disk are ignored."""
+    path = run_dir / HEALTH / f"{name}{RESTART_SUFFIX}"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(words, encoding="utf-8")
+
+
+def read_restart(run_dir: Path, name: str, ended_s: float) -> str:
+    """Return what the supervisor does about a process that ended `ended_s` seconds ago; "" without a supervisor."""
+    path = run_dir / HEALTH / f"{name}{RESTART_SUFFIX}"
+    try:
+        # An older file is about an earlier end of the process.
+        if time.time() - path.stat().st_mtime > ended_s + NOTICED_S:
+            return ""
+        return path.read_text(encoding="utf-8", errors="replace")[:RESTART_LENGTH_MAX]
+    except OSError:
+        return ""
 
 
 def forget_phases(run_dir: Path) -> None:

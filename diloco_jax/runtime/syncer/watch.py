@@ -26,7 +26,7 @@ from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import RunFacts
 from diloco_jax.runtime.records.earlier import Earlier
 from diloco_jax.runtime.records.files import STATUS_FILE
-from diloco_jax.runtime.records.liveness import machine_number
+from diloco_jax.runtime.records.liveness import machine_number, read_restart
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, replace_text
@@ -208,13 +208,21 @@ class Watch:
         for stands, alarms in zip(("begins", "ends"), changes, strict=True):
             for alarm in alarms:
                 if stands == "begins":
-                    log.warning(f"alarm: {alarm.text}; {alarm.as_dict()['remedy']}")
+                    log.warning(f"alarm: {alarm.text}; {self._with_restart(alarm, now_s)['remedy']}")
                 else:
                     log.info(f"alarm over: {alarm.text}")
                 record = {"kind": "alarm", "t": now_s, "global_step": machine.global_step, "alarm": alarm.kind}
                 record |= {"state": stands, "members": [alarm.who] * bool(alarm.who), "reason": alarm.text}
                 self._telemetry.write(record)
-        return [alarm.as_dict() for alarm in self._book.standing]
+        return [self._with_restart(alarm, now_s) for alarm in self._book.standing]
+
+    def _with_restart(self, alarm: Alarm, now_s: float) -> dict[str, Any]:
+        """Return an alarm; its remedy is what the supervisor does about an island whose process has ended."""
+        told, member = alarm.as_dict(), self.context.machine.membership.members.get(alarm.who)
+        if alarm.kind == "gone" and member is not None:
+            restart = read_restart(self.context.run_dir, alarm.who, now_s - member.since_s)
+            told["remedy"] = restart or told["remedy"]
+        return told
 
     def alarms(self) -> list[dict[str, Any]]:
         """Return every alarm of the run; the alarm of islands that outran rounds has the text of the longest time."""
