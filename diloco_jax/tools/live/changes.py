@@ -101,6 +101,9 @@ class Changes:
         over = state in (*ENDED, EVALUATING)
         for row in () if over else status["learners"]:
             name, condition = row["learner"], row["condition"]
+            # The line about the run says how many islands of a resumed run are still to connect.
+            if state == "starting" and row["state"] == "gone":
+                continue
             # The result of an evaluation has a line, so its start needs none.
             if condition == "evaluating":
                 condition = "training"
@@ -115,7 +118,7 @@ class Changes:
             text = f"evaluation loss {status['eval_loss']:.4f}{of_step}"
             yield Fact(("evaluation",), f"{status['eval_loss']} {step}", text)
         tenth = int(share_done(status) * TENTHS)
-        if tenth:
+        if tenth and state != "starting":
             yield Fact(("progress",), str(tenth), _progress(status))
 
     def _of_alarms(self, alarms: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, Any]]) -> Iterator[Fact]:
