@@ -51,6 +51,7 @@ from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import SUBSCRIBER, Delivery
+from diloco_jax.transport.session.refusals import REFUSALS
 
 # The evaluator reads data, which a syncer does not need when islands bring the model.
 if TYPE_CHECKING:
@@ -219,6 +220,8 @@ class SyncerDriver:
             payload: bytes | memoryview = b""
             if isinstance(message, messages.GlobalFragment):
                 payload = self._model.payload(message.fragment_id)
+            elif isinstance(message, messages.Refuse):
+                REFUSALS.tell(f"{SUBSCRIBER}{name}", message.reason)
             self.listener.send(f"{SUBSCRIBER}{name}", message, payload)
 
     def _on_merged(self, order: effects.Merge, merged: Merged) -> None:
@@ -260,6 +263,8 @@ class SyncerDriver:
                     self.watch.on_score(score, self._now_s())
                 case effects.Note():
                     self.watch.on_note(effect)
+                case effects.Drop(peer, reason) if effects.Send(peer, messages.Refuse(reason)) in requests:
+                    REFUSALS.tell(peer, reason)
                 case effects.Drop(peer, reason):
                     log.info(f"dropped a message of {peer}: {reason}")
                 case effects.Finish():
