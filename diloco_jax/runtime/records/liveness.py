@@ -4,6 +4,8 @@ A status names its process, so that a reader on the same machine can detect a fi
 
 A starting process has a file health/NAME.phase with one line for people, until it trains or listens. Progress follows a
 comma: "compiling or loading programs, 3 of 7 are ready, now: adopt of fragment 1".
+
+`diloco train` writes health/NAME.restart when an island's process has ended, and the alarm about the island shows it.
 """
 
 import contextlib

@@ -38,7 +38,7 @@ def end_refused() -> None:
         if not isinstance(error, RefusedForGood):
             before(kind, error, where)
             return
-        print(f"diloco_jax: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"diloco_jax: {error}\n")
         # Python takes the status of an exit from here.
         raise SystemExit(WRONG_INPUT)
 
