@@ -43,7 +43,7 @@ def _status_options(parser: Parser) -> None:
 
 @command("status", "Show what a run does now, and what it waits for.", _status_options)
 def status(arguments: argparse.Namespace) -> int:
-    from diloco_jax.runtime.records.liveness import DEAD
+    from diloco_jax.runtime.records.liveness import DEAD, read_phases
     from diloco_jax.runtime.records.status import read_status
     from diloco_jax.tools.live.words import describe
     from diloco_jax.transport.link import TransportConfig
@@ -68,7 +68,8 @@ def status(arguments: argparse.Namespace) -> int:
     if arguments.watch:
         found = _watch(arguments, own.parent if own.exists() else None, read) or read()
     else:
-        show(arguments, found := read(), describe)
+        starting = read_phases(own.parent) if own.exists() else []
+        show(arguments, found := read(), lambda read: describe(read, starting))
     return FAILED if found.get("state") in DEAD else 0
 
 

@@ -81,7 +81,7 @@ class ExchangedState:
         return self.exchange.count(fragments)
 
     def warm_up_exchange(
-        self, fragments: Iterable[Fragment], told: Callable[[int], object] = lambda done: None
+        self, fragments: Iterable[Fragment], told: Callable[[int, str], object] = lambda done, current: None
     ) -> None:
         """Compile the programs of fragments; any thread may call this at any time."""
         self.exchange.warm_up(fragments, told)

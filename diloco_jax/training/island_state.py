@@ -44,8 +44,12 @@ class IslandState(Protocol):
     def count_programs(self, fragments: Iterable[Fragment]) -> int:
         """Return the number of programs that `warm_up_exchange` compiles."""
 
-    def warm_up_exchange(self, fragments: Iterable[Fragment], told: Callable[[int], object]) -> None:
-        """Compile the programs of fragments; any thread. `told` is called with the number of compiled programs."""
+    def warm_up_exchange(self, fragments: Iterable[Fragment], told: Callable[[int, str], object]) -> None:
+        """Compile the programs of fragments; any thread.
+
+        Args:
+            told: is called with the number of compiled programs and the name of the one that is compiled now, or "".
+        """
 
     def stage(self, fragment: Fragment) -> StagedUpdate:
         """Queue a copy of a fragment's update, as it is after the newest step; return at once."""

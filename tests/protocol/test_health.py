@@ -54,8 +54,27 @@ def test_slow() -> None:
     for step in (2, 3):
         for name, step_s in (("a", 1.0), ("b", 1.0), ("c", 2.5)):
             syncer.on_message(report(name, step, step_s=step_s), float(step))
-    assert [c.condition for c in conditions(syncer, 4.0)] == ["training", "training", "slow"]
-    assert said(syncer, "c", 4.0)[2] == "steps take 2.500 s, 2.5 times the median"
+    assert [c.condition for c in conditions(syncer, 32.0)] == ["training", "training", "slow"]
+    assert said(syncer, "c", 32.0)[2] == "steps take 2.500 s, 2.5 times the median"
+
+
+def test_the_faster_of_two_is_not_slow_just_after_the_other_returned() -> None:
+    """The other's start took processors from it: its average rose to 5 s, and falls again with each step."""
+    syncer = running("a", "b")
+    syncer.on_disconnect("b", 1, "killed", 1.0)
+    for step in range(2, 6):
+        syncer.on_message(report("a", step, step_s=5.0), 5.0 * step)
+    returned_s = 25.0
+    syncer.on_message(hello("b", incarnation=2, versions=tuple(syncer.versions)), returned_s)
+    judged = []
+    for step in range(1, 60):
+        now_s = returned_s + step
+        syncer.on_message(report("b", step, incarnation=2, step_s=1.0), now_s)
+        syncer.on_message(report("a", 5 + step, step_s=0.9), now_s)
+        member = syncer.membership.members
+        judged.append((said(syncer, "a", now_s)[0], (member["a"].step_s or 0.0) > 2.0 * (member["b"].step_s or 9.0)))
+    assert any(above for _, above in judged), "the average is above twice the median for a while"
+    assert {condition for condition, _ in judged} == {"training"}
 
 
 def test_silent() -> None:

@@ -22,7 +22,8 @@ KEPT_MAX = 64
 # By kind: what to do about an alarm.
 REMEDIES = {
     "silent": "look at its process and its network; its log is in logs/ of the run's folder where it runs",
-    "gone": "look at its machine and its log; it may come back under its name at any time",
+    "gone": "look at its machine and its log; if nothing restarts it there, start it again with the same command: it "
+    "may come back under its name at any time",
     "expelled": "lower its learning rate or change its hardware, then start it again",
     "striking": "values that are not usable come from NaN or a high learning rate; look at its loss and its log",
     "unmerged": "check its link (`diloco doctor`); a larger protocol.overlap_steps gives it more time",

@@ -113,13 +113,14 @@ class Host:
         island, steps = self.island, int(self._compile_step is not None)
         total = island.count_programs(self.fragments) + steps
 
-        def tell(done: int) -> None:
-            told(f"compiling or loading programs, {done} of {total} are ready")
+        def tell(done: int, current: str) -> None:
+            told(f"compiling or loading programs, {done} of {total} are ready" + f", now: {current}" * bool(current))
 
-        tell(0)
         if self._compile_step is not None:
+            # The step comes first, because it usually takes the longest.
+            tell(0, "the training step")
             self._compile_step()
-        island.warm_up_exchange(self.fragments, lambda done: tell(done + steps))
+        island.warm_up_exchange(self.fragments, lambda done, current: tell(done + steps, current))
 
     def warm_up_evaluation(self) -> None:
         """Compile the evaluation of the global model; if that fails, the first evaluation reports the error."""

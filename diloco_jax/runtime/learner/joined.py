@@ -46,7 +46,7 @@ from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.runtime.records.files import STATES
 from diloco_jax.runtime.records.liveness import machine_number
 from diloco_jax.runtime.records.pulse import Pulse
-from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED
+from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, RefusedForGood
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchanged import ExchangedState
@@ -185,7 +185,7 @@ class Joined:
             TransportError: The syncer, or a host of the island, cannot be reached.
             ConnectionError: The syncer knows a newer incarnation, as when a clock was set back; a later start may be
                 newer.
-            ValueError: The syncer refuses this process's run, token or certificate.
+            RefusedForGood: The syncer refuses this process's run, token or certificate.
         """
         # Not a daemon: an interpreter that ends while XLA compiles aborts, and the reason of the end is lost.
         start_thread(self._compile, "compile", daemon=False)
@@ -193,7 +193,7 @@ class Joined:
             self._link.connect()
         # Another attempt would fail like this one.
         except (Rejected, Denied) as error:
-            raise (ConnectionAbortedError if STALE in str(error) else ValueError)(str(error)) from None
+            raise (ConnectionAbortedError if STALE in str(error) else RefusedForGood)(str(error)) from None
         start_thread(self._link.run, "link", daemon=True)
         start_thread(self._link.beat, "heartbeat", daemon=True)
         log.info(f"{self.machine.learner_id}: waiting for the run's model and for the compiler")
@@ -351,10 +351,10 @@ class Joined:
             link.close(2.0)
 
     def check_end(self) -> None:
-        """Raise ValueError if the syncer refused this learner, ConnectionError if only this incarnation."""
+        """Raise RefusedForGood if the syncer refused this learner, ConnectionError if only this incarnation."""
         kind, _, reason = self.finished.partition(": ")
         if kind == "refused" and not self.machine.epoch and STALE not in reason:
-            raise ValueError(f"the syncer at {self._address} refused this learner: {reason}")
+            raise RefusedForGood(f"the syncer at {self._address} refused this learner: {reason}")
         if kind in ("refused", "expelled"):
             raise ConnectionAbortedError(f"the syncer at {self._address} {kind} this incarnation: {reason}")
 

@@ -29,7 +29,7 @@ from diloco_jax.runtime.own_loop.surroundings import (
     RUN_DIR_ENV,
 )
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, HEALTH, LOGS, TAPES
-from diloco_jax.runtime.records.liveness import forget_phases, tell_phase
+from diloco_jax.runtime.records.liveness import forget_phases, tell_phase, tell_restart
 from diloco_jax.runtime.records.signals import INTERRUPTED, PARENT_ENV, WRONG_INPUT
 from diloco_jax.runtime.records.status import clear_for_start, complete, last_state
 from diloco_jax.settings.islands import IslandsConfig
@@ -292,17 +292,28 @@ class LocalRun:
             # A restart would fail as well.
             child.failed = True
             self._say(f"{child.describe_exit()}; not started again")
+            self._tell_given_up(child, "does not restart it, because a restart would fail as well")
         else:
             child.plan_restart(self._config.islands.restart_delay_s)
             if child.failures > self._config.islands.restarts_max:
                 child.failed, child.again_at_s = True, None
                 self._say(f"{child.describe_exit()}; given up after {count_of(child.starts, 'start')}")
+                self._tell_given_up(child, f"has given it up after {count_of(child.starts, 'start')}")
                 return
+            # An end that somebody asked for does not count as a failure.
+            limit = f", failure {child.failures} of at most {self._config.islands.restarts_max}" * bool(child.failures)
+            words = f"`diloco train` restarts it by itself (restart {child.starts}{limit}); its log is {child.log}"
+            tell_restart(self._run_dir, child.name, words)
             at_once = child.brief == 1 and self._spares.ready(child.name)
             self._say(f"{child.describe_exit()}; {'its spare takes over' if at_once else 'starting it again'}")
             if at_once:
                 child.again_at_s = 0.0
                 self._tend_island(child)
+
+    def _tell_given_up(self, child: Child, why: str) -> None:
+        again = f"diloco train {self._config_path} --run-dir {self._run_dir} --resume"
+        words = f"`diloco train` {why}: correct what its log {child.log} shows; then stop the run, and `{again}`"
+        tell_restart(self._run_dir, child.name, words)
 
     def _joined(self, name: str) -> bool:
         return any((self._run_dir / TAPES).glob(f"{name}.*.jsonl"))

@@ -7,6 +7,7 @@ folder keeps the initial values, so that a restarted syncer has them before it r
 import logging
 import math
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,9 @@ class OfferedModel:
     Args:
         kept: Folder of the checkpoint.
         desk: The listener that took the model. It tells islands that the run starts, until `close_desk`.
+
+    Attributes:
+        arrived_s: When this process had the model, on the monotonic clock.
     """
 
     # The first learner describes the islands' data.
@@ -42,6 +46,7 @@ class OfferedModel:
     def __init__(self, kept: Path, desk: ModelDesk | None = None) -> None:
         self._kept = checkpoint.CheckpointReader(kept)
         self._desk = desk
+        self.arrived_s = time.monotonic()
         self.shapes, self.kinds = read_layout(str(self._kept.meta["layout"]))
 
     def close_desk(self) -> None:
@@ -92,6 +97,9 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
             if stop.is_set():
                 desk.close()
                 return None
+        arrived_s = time.monotonic()
+        size = f"{len(offer.values) / 1e6:,.1f} MB"
+        pulse.phase(f"loading the model that {offer.learner_id} sent ({size}); islands wait for it")
         shapes, _ = read_layout(offer.layout)
         flat, values, start = np.frombuffer(offer.values, "<f4"), {}, 0
         for path, shape in shapes.items():
@@ -99,6 +107,7 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
             start += math.prod(shape)
         about = {"global_step": 0, "layout": offer.layout}
         model = OfferedModel(checkpoint.save(folder, {checkpoint.PARAMETERS: values}, about), desk)
+        model.arrived_s = arrived_s
     except BaseException:
         desk.close()
         raise

@@ -20,7 +20,7 @@ from diloco_jax.runtime.own_loop.surroundings import Surroundings, look, unless_
 from diloco_jax.runtime.own_loop.trees import LoopArrays
 from diloco_jax.runtime.records.files import SUMMARY_FILE
 from diloco_jax.runtime.records.log_lines import show_lines
-from diloco_jax.runtime.records.signals import die_with_parent
+from diloco_jax.runtime.records.signals import die_with_parent, end_refused
 from diloco_jax.runtime.records.status import is_over
 from diloco_jax.transport.endpoints.reach import await_listener
 from diloco_jax.transport.link import TransportConfig, TransportError
@@ -94,6 +94,7 @@ def reach(syncer: str | None, options: Mapping[str, Any]) -> tuple[Surroundings,
 def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> SteppedIsland:
     """Join the run at `syncer` with a loop's arrays; arguments and errors as for `join`."""
     check_options(options)
+    end_refused()
     here, own = reach(syncer, options)
     config = unless_typed(introduce(own, here.name, arrays.initial, arrays.forms))
     die_with_parent()

@@ -13,6 +13,8 @@ from jax.experimental import multihost_utils
 
 from diloco_jax.core.kinds import Canonical
 from diloco_jax.runtime.model.layout_text import layout_of, read_layout
+from diloco_jax.runtime.records.liveness import repeats
+from diloco_jax.runtime.records.signals import RefusedForGood
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse_text
 from diloco_jax.transport.endpoints.greeting import BUSY, TOO_LATE, Description, ask_description, offer_model
@@ -37,7 +39,7 @@ def introduce(
 
     Raises:
         TransportError: The syncer cannot be reached, or does not take the model.
-        ValueError: The run has another model; the text names the first tensor that differs.
+        RefusedForGood: The run has another model; the text names the first tensor that differs.
     """
     shapes = {path: form.shape for path, form in forms.items()}
     ours = layout_of(shapes, {path: form.kind for path, form in forms.items()})
@@ -75,9 +77,10 @@ def _await_model(transport: TransportConfig, learner_id: str, bring: Callable[[]
     Raises:
         TransportError: The run has no model for `transport.connect_timeout_s`, or the syncer does not start within
             BEGINS_S.
-        ValueError: The run cannot take our model.
+        RefusedForGood: The run cannot take our model.
     """
-    ends_s, reason = time.monotonic() + transport.connect_timeout_s, ""
+    began_s, repeated = time.monotonic(), -1
+    ends_s, reason = began_s + transport.connect_timeout_s, ""
     while True:
         try:
             described = ask_description(transport, learner_id)
@@ -85,7 +88,7 @@ def _await_model(transport: TransportConfig, learner_id: str, bring: Callable[[]
                 return described
             refused = bring() if bring is not None and not described.coming else ""
             if refused not in ("", BUSY, TOO_LATE):
-                raise ValueError(f"the run at {transport.address} cannot take this loop's model: {refused}")
+                raise RefusedForGood(f"the run at {transport.address} cannot take this loop's model: {refused}")
             # The model may be large and its way slow, and then the syncer starts the run.
             if described.coming or bring is not None:
                 ends_s = time.monotonic() + max(BEGINS_S, transport.connect_timeout_s)
@@ -96,6 +99,11 @@ def _await_model(transport: TransportConfig, learner_id: str, bring: Callable[[]
             raise TransportError(
                 f"the run at {transport.address} has no model yet: {reason or 'no island has sent one'}"
             )
+        lasted_s = time.monotonic() - began_s
+        if repeats(lasted_s) > repeated:
+            repeated = repeats(lasted_s)
+            since = f", for {lasted_s:.0f} s" if repeated else ""
+            log.info(f"{learner_id}: waiting for the syncer at {transport.address}, which loads the run's model{since}")
         time.sleep(POLL_S)
 
 
@@ -105,7 +113,7 @@ def _compare(ours: str, theirs: str) -> None:
         here, there = (shapes.get(path), kinds.get(path)), (their_shapes.get(path), their_kinds.get(path))
         if here != there:
             words = [f"shape {shape}, {kind.form}" if kind else "nothing" for shape, kind in (here, there)]
-            raise ValueError(
+            raise RefusedForGood(
                 f"this loop's model is not the run's: parameter {path!r} has {words[0]} here and {words[1]} there; "
                 "join with the same tree on every island (and the same axes)"
             )

@@ -124,7 +124,8 @@ class SteppedIsland:
         """Wait until the first step can start, with the run's model in `held`.
 
         Raises:
-            ValueError: The syncer refuses this island, or the island has left its run.
+            RefusedForGood: The syncer refuses this island.
+            ValueError: The island has left its run.
             ConnectionError: The syncer cannot be reached.
         """
         if self.going is not None:
@@ -264,7 +265,9 @@ class SteppedIsland:
             self.leave(STOPPED_OUTSIDE if kind in STOPS else f"its loop failed: {kind.__name__}"[:REASON_MAX])
         # The user needs to see the loop's own error, so this one is only logged.
         except Exception as other:
-            log.warning(f"{self.name}: {other!r}")
+            # A refusal is both.
+            if str(other) != str(error):
+                log.warning(f"{self.name}: {other!r}")
 
     def _next(self, joined: Joined, going: bool) -> None:
         """Send the next step to the other hosts, if there is one."""

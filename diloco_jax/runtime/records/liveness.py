@@ -3,7 +3,9 @@
 A status names its process, so that a reader on the same machine can detect a file that no process updates any more.
 
 A starting process has a file health/NAME.phase with one line for people, until it trains or listens. Progress follows a
-comma: "compiling or loading programs, 3 of 7 are ready".
+comma: "compiling or loading programs, 3 of 7 are ready, now: adopt of fragment 1".
+
+`diloco train` writes health/NAME.restart when an island's process has ended, and the alarm about the island shows it.
 """
 
 import contextlib
@@ -20,6 +22,8 @@ from diloco_jax.runtime.records.signals import PARENT_ENV
 
 # Ten times the pause between two status files of a syncer.
 QUIET_S = 5.0
+# Readers repeat the words of a phase that lasts after this time, and then each time when it has lasted twice as long.
+REPEAT_S = 10.0
 # The limit for another machine's folder, because shared disks show files late and clocks differ.
 FAR_QUIET_S = 60.0
 # A starting process writes nothing until the model is built.
@@ -28,7 +32,10 @@ NOT_RUNNING, SILENT, AWAY = "not running", "silent", "without a syncer"
 DEAD = (NOT_RUNNING, SILENT)
 ENDED = ("complete", "stopped")
 PHASE_SUFFIX = ".phase"
-PHASE_LENGTH_MAX = 200
+RESTART_SUFFIX = ".restart"
+PHASE_LENGTH_MAX, RESTART_LENGTH_MAX = 200, 1000
+# A supervisor may notice the end of a process so long before the syncer does.
+NOTICED_S = 10.0
 
 Ask = Callable[[], Mapping[str, Any] | None]
 
@@ -149,6 +156,11 @@ def _trouble(run_dir: Path, said: Mapping[str, Any], process: _Seen | None, *, h
     return {"state": NOT_RUNNING, "remedy": where + again}
 
 
+def repeats(lasted_s: float) -> int:
+    """Return how often the words of a phase that lasts so many seconds were due again."""
+    return max(0, int(lasted_s // REPEAT_S)).bit_length()
+
+
 class StartPhase(NamedTuple):
     """A starting process, and its phase before its first step."""
 
@@ -179,6 +191,26 @@ def read_phases(run_dir: Path) -> list[StartPhase]:
                 StartPhase(path.name.removesuffix(PHASE_SUFFIX), words, max(0.0, now_s - path.stat().st_mtime))
             )
     return [phase for phase in found if phase.words]
+
+
+def tell_restart(run_dir: Path, name: str, words: str) -> None:
+    """Write what the supervisor does about a process that has ended; errors of the disk are ignored."""
+    path = run_dir / HEALTH / f"{name}{RESTART_SUFFIX}"
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(words, encoding="utf-8")
+
+
+def read_restart(run_dir: Path, name: str, ended_s: float) -> str:
+    """Return what the supervisor does about a process that ended `ended_s` seconds ago; "" without a supervisor."""
+    path = run_dir / HEALTH / f"{name}{RESTART_SUFFIX}"
+    try:
+        # An older file is about an earlier end of the process.
+        if time.time() - path.stat().st_mtime > ended_s + NOTICED_S:
+            return ""
+        return path.read_text(encoding="utf-8", errors="replace")[:RESTART_LENGTH_MAX]
+    except OSError:
+        return ""
 
 
 def forget_phases(run_dir: Path) -> None:

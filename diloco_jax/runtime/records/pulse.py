@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from diloco_jax.runtime.records.files import HEALTH
-from diloco_jax.runtime.records.liveness import tell_phase
+from diloco_jax.runtime.records.liveness import repeats, tell_phase
 from diloco_jax.runtime.records.signals import HUNG, end_now
 from diloco_jax.settings.run import WatchdogConfig
 
@@ -92,7 +92,10 @@ class Pulse:
         self._alive = self._ready = None
         self._is_ready: bool | None = None
         self._touched_s = 0.0
-        self._phase = ""
+        self._phase = self._words = ""
+        # When the phase and its words began, and how often the log has repeated it.
+        self._phase_s = self._words_s = 0.0
+        self._repeated = 0
         self._over = threading.Event()
         if self.files is not None:
             folder = self.files[0] / HEALTH
@@ -133,9 +136,12 @@ class Pulse:
     def phase(self, words: str) -> None:
         """Write the phase of the process before the loop is ready."""
         before, self._phase = self._phase, words.partition(",")[0]
-        # Counts after the comma are only for the phase file.
-        if self._phase not in ("", before):
-            log.info(self._phase)
+        self._words, self._words_s = words, time.monotonic()
+        # Counts after the comma are for the phase file, and for `_repeat`.
+        if self._phase != before:
+            self._phase_s, self._repeated = self._words_s, 0
+            if self._phase:
+                log.info(self._phase)
         if self.files is not None and not (words and self._is_ready):
             tell_phase(*self.files, words)
 
@@ -171,6 +177,15 @@ class Pulse:
             self._end(reason)
         if self._patience.long:
             self._touch()
+        self._repeat(time.monotonic())
+
+    def _repeat(self, now_s: float) -> None:
+        """Log a phase again if it lasts, so that people see that the process works."""
+        if self.files is None or self._is_ready or not self._words:
+            return
+        if repeats(now_s - self._phase_s) > self._repeated:
+            self._repeated = repeats(now_s - self._phase_s)
+            log.info(f"{self._words}, for {now_s - self._words_s:.0f} s")
 
     def _end(self, reason: str) -> None:
         if sys.__stderr__ is not None:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 PARENT_ENV = "DILOCO_PARENT_PID"
@@ -18,6 +19,31 @@ PARENT_ENV = "DILOCO_PARENT_PID"
 FAILED, WRONG_INPUT, HUNG, INTERRUPTED = 1, 2, 124, 130
 _PR_SET_PDEATHSIG = 1
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+
+
+class RefusedForGood(ValueError):
+    """The run refuses this learner, and would refuse every later start of it; the message has the remedy."""
+
+
+def end_refused() -> None:
+    """Let a program that does not handle RefusedForGood end with WRONG_INPUT and one line, so that nobody restarts it.
+
+    Python would end it with FAILED, which supervisors take for a failure that another start may mend.
+    """
+    before = sys.excepthook
+    if getattr(before, "ends_refused", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if not isinstance(error, RefusedForGood):
+            before(kind, error, where)
+            return
+        sys.stderr.write(f"diloco_jax: {error}\n")
+        # Python takes the status of an exit from here.
+        raise SystemExit(WRONG_INPUT)
+
+    hook.ends_refused = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 def stop_on_signals(last_act: Callable[[], object] = lambda: None) -> threading.Event:

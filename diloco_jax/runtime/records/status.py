@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,9 @@ EVALUATING = "evaluating"
 # Number of islands that "waiting for" names because they wait for data.
 STARVED_MAX = 4
 
+# The condition of an island that a resumed run awaits.
+RETURNS = {"condition": "joining", "reason": "starts; not connected yet since the run was resumed"}
+
 
 def compose_status(
     run: str,
@@ -46,6 +49,7 @@ def compose_status(
     metrics: Mapping[str, Mapping[str, float]],
     processes: Mapping[str, int | None],
     left_s: float | None,
+    awaited: Collection[str] = (),
     **told: Any,
 ) -> dict[str, Any]:
     """Return what a run with a syncer does now, for `diloco status` and all views.
@@ -56,6 +60,7 @@ def compose_status(
         metrics: the newest values that each island measured.
         processes: process numbers of the islands on the syncer's machine.
         left_s: seconds until the last global step; None while unknown.
+        awaited: islands of a resumed run that start and have not connected since.
         told: values that the status holds as they are: `alarms` that stand, `episodes`, `wire`, and the results of the
             newest evaluation.
     """
@@ -64,6 +69,11 @@ def compose_status(
         state = "complete" if stopped or syncer.over else EVALUATING
     elif stopped:
         state = "stopped"
+    waiting_for = syncer.waiting_for(now_s)
+    if state == "running" and awaited and not syncer.membership.live:
+        state, rows = "starting", syncer.membership.members
+        connected = len(syncer.membership.connected())
+        waiting_for = f"islands, which are starting: {connected} of {len(rows)} connected"
     return status_of(
         run=run,
         state=state,
@@ -71,13 +81,14 @@ def compose_status(
         total_steps=syncer.progress.expected_steps,
         left_s=left_s,
         epoch=syncer.epoch,
-        waiting_for=blocked or ("nothing: the run was stopped" if state == "stopped" else syncer.waiting_for(now_s)),
+        waiting_for=blocked or ("nothing: the run was stopped" if state == "stopped" else waiting_for),
         wall_s=now_s,
         tokens=stats.tokens,
         contributors_per_round=round(stats.contributors_per_round, 3),
         samples=syncer.leases.fates._asdict(),
         learners=[
             row
+            | (RETURNS if row["learner"] in awaited else {})
             | {"metrics": metrics.get(row["learner"], {})}
             | {"process": None if row["state"] == "gone" else processes.get(row["learner"])}
             for row in stats.status(now_s)
@@ -259,7 +270,9 @@ def read_status(
 def _before_status(folder: Path) -> str:
     """Describe a run that has no status: what its processes do, or where to look."""
     if phases := read_phases(folder):
-        return "it is starting; " + "; ".join(f"{phase.name}: {phase.words}" for phase in phases)
+        return "it is starting; " + "; ".join(
+            f"{phase.name}: {phase.words}, for {phase.ago_s:.0f} s" for phase in phases
+        )
     # Only `diloco train` writes the outputs of its processes to files.
     where = folder / LOGS if (folder / LOGS).exists() else "the output of its syncer"
     return f"it is starting, or ended before it started; see {where}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from contextlib import closing
 from dataclasses import dataclass
 from math import inf
@@ -50,6 +51,7 @@ from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import SUBSCRIBER, Delivery
+from diloco_jax.transport.session.refusals import REFUSALS
 
 # The evaluator reads data, which a syncer does not need when islands bring the model.
 if TYPE_CHECKING:
@@ -218,6 +220,8 @@ class SyncerDriver:
             payload: bytes | memoryview = b""
             if isinstance(message, messages.GlobalFragment):
                 payload = self._model.payload(message.fragment_id)
+            elif isinstance(message, messages.Refuse):
+                REFUSALS.tell(f"{SUBSCRIBER}{name}", message.reason)
             self.listener.send(f"{SUBSCRIBER}{name}", message, payload)
 
     def _on_merged(self, order: effects.Merge, merged: Merged) -> None:
@@ -259,6 +263,8 @@ class SyncerDriver:
                     self.watch.on_score(score, self._now_s())
                 case effects.Note():
                     self.watch.on_note(effect)
+                case effects.Drop(peer, reason) if effects.Send(peer, messages.Refuse(reason)) in requests:
+                    REFUSALS.tell(peer, reason)
                 case effects.Drop(peer, reason):
                     log.info(f"dropped a message of {peer}: {reason}")
                 case effects.Finish():
@@ -322,7 +328,7 @@ class SyncerRun:
         self._late_s = late_s
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
         own = isinstance(model, OfferedModel)
-        loads = "loading the model that the first island sent (up to a minute on a busy processor)"
+        loads = "preparing the model that the first island sent (up to a minute on a busy processor)"
         self._pulse.phase(loads if own else "drawing the initial model")
         resolved = resolve(config, model.shapes, model.kinds)
         self._config = config = resolved.config
@@ -334,6 +340,7 @@ class SyncerRun:
         self._initial = model.initial_parameters
         # The listener that took the model answers islands until this process listens itself.
         self._free_port = model.close_desk if isinstance(model, OfferedModel) else lambda: None
+        self._arrived_s = model.arrived_s if isinstance(model, OfferedModel) else None
         self._model = make_model(resolved, self._initial(), arithmetic)
         # Only islands download remote data.
         corpus = "" if config.data.remote else model.corpus
@@ -387,6 +394,8 @@ class SyncerRun:
             self._free_port()
             listener = open_listener(config, run_dir, life)
             watch.listens(listener)
+            if self._arrived_s is not None:
+                log.info(f"the model is loaded after {time.monotonic() - self._arrived_s:.1f} s; islands can join")
             subscribers = Subscribers(machine, dict(self._fingerprint)[MODEL_LAYOUT])
             watch.subscribers = subscribers.state
             driver = SyncerDriver(context, listener, self._results, merges, writer, watch, subscribers)

@@ -26,7 +26,7 @@ from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import RunFacts
 from diloco_jax.runtime.records.earlier import Earlier
 from diloco_jax.runtime.records.files import STATUS_FILE
-from diloco_jax.runtime.records.liveness import machine_number
+from diloco_jax.runtime.records.liveness import BEGIN_S, machine_number, read_restart
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, replace_text
@@ -93,6 +93,8 @@ class Watch:
         self._processes: dict[str, int | None] = {}
         # Seconds from the end of each round in flight until the value of each learner.
         self._came: dict[int, dict[str, float]] = {}
+        # Islands of a resumed run that have not connected since, and until when they may start.
+        self._awaited, self._awaited_until_s = frozenset[str](), 0.0
         self._news = False
         self._time_left = TimeLeft(self.context.machine.global_step)
         self._telemetry = Telemetry(self.context.run_dir, Outlets(self.context.config, self.context.run_dir))
@@ -100,6 +102,9 @@ class Watch:
     def begins(self, how: str) -> None:
         """Record that a process of the syncer starts, how it starts (begin.py), and on what machine."""
         machine = self.context.machine
+        if how == REWIND:
+            self._awaited = frozenset(machine.membership.members)
+            self._awaited_until_s = self.context.clock.now_s() + BEGIN_S
         record = {"kind": "life", "t": self.context.clock.now_s(), "global_step": machine.global_step, "members": []}
         record |= {"epoch": machine.epoch, "reason": f"process {machine.epoch} of the syncer: {LIVES[how]}"}
         host = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
@@ -200,6 +205,7 @@ class Watch:
         machine = self.context.machine
         active = [name for name, member in machine.membership.members.items() if member.state == "active"]
         found = [*self.host.found(now_s), *alarms_of(machine, self.context.stats, now_s)]
+        found = [alarm for alarm in found if not (alarm.kind == "gone" and alarm.who in self._awaited)]
         found += starving({name: self._metrics[name] for name in active if name in self._metrics})
         found += [Alarm("evaluation", "", text) for text in self.eval_alarms]
         if self.eval_loss is not None and not isfinite(self.eval_loss):
@@ -208,13 +214,21 @@ class Watch:
         for stands, alarms in zip(("begins", "ends"), changes, strict=True):
             for alarm in alarms:
                 if stands == "begins":
-                    log.warning(f"alarm: {alarm.text}; {alarm.as_dict()['remedy']}")
+                    log.warning(f"alarm: {alarm.text}; {self._with_restart(alarm, now_s)['remedy']}")
                 else:
                     log.info(f"alarm over: {alarm.text}")
                 record = {"kind": "alarm", "t": now_s, "global_step": machine.global_step, "alarm": alarm.kind}
                 record |= {"state": stands, "members": [alarm.who] * bool(alarm.who), "reason": alarm.text}
                 self._telemetry.write(record)
-        return [alarm.as_dict() for alarm in self._book.standing]
+        return [self._with_restart(alarm, now_s) for alarm in self._book.standing]
+
+    def _with_restart(self, alarm: Alarm, now_s: float) -> dict[str, Any]:
+        """Return an alarm; its remedy is what the supervisor does about an island whose process has ended."""
+        told, member = alarm.as_dict(), self.context.machine.membership.members.get(alarm.who)
+        if alarm.kind == "gone" and member is not None:
+            restart = read_restart(self.context.run_dir, alarm.who, now_s - member.since_s)
+            told["remedy"] = restart or told["remedy"]
+        return told
 
     def alarms(self) -> list[dict[str, Any]]:
         """Return every alarm of the run; the alarm of islands that outran rounds has the text of the longest time."""
@@ -236,6 +250,9 @@ class Watch:
         now_s = context.clock.now_s()
         self.pulse.beat(None if self._told_s is None else now_s - self._told_s)
         self._told_s = now_s
+        if self._awaited:
+            gone = {name for name, each in context.machine.membership.members.items() if each.state == "gone"}
+            self._awaited = self._awaited & gone if now_s < self._awaited_until_s else frozenset()
         status = compose_status(
             context.config.name,
             context.machine,
@@ -251,6 +268,7 @@ class Watch:
             wire=self.wire(),
             metrics=self._metrics,
             processes=self._processes,
+            awaited=self._awaited,
             left_s=self._time_left.left_s(now_s, context.machine.progress.expected_steps),
             num_parameters=context.stats.num_parameters,
             subscribers=self.subscribers(),

@@ -8,7 +8,7 @@ from diloco_jax.protocol.watch.alarms import REMEDIES
 from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import RunFacts
 from diloco_jax.runtime.figures.forms import format_duration
-from diloco_jax.runtime.records.liveness import ENDED, StartPhase
+from diloco_jax.runtime.records.liveness import ENDED, StartPhase, repeats
 from diloco_jax.runtime.records.status import EVALUATING
 from diloco_jax.tools.live.words import alarm_line, ended_line, share_done, stands, time_left
 
@@ -61,11 +61,13 @@ class Changes:
         self._topics: dict[Subject, _Topic] = {}
         # Alarms that stood at an earlier look, each with the line that reports its end.
         self._alarms: dict[Subject, str] = {}
+        # What each process did at the last look before it trains, and since when.
+        self._phases: dict[str, tuple[str, float]] = {}
         self._line_s = float("-inf")
 
     def look(self, status: Mapping[str, Any] | None, phases: Sequence[StartPhase], now_s: float) -> str:
         """Compare a run with the last look, and return the line that is due now; "" if there is none."""
-        facts = [*self._facts(status), *_of_phases(phases)]
+        facts = [*self._facts(status), *self._of_phases(phases, now_s)]
         for fact in facts:
             topic = self._topics.setdefault(fact.subject, _Topic())
             topic.changes += fact.value != topic.value
@@ -99,6 +101,9 @@ class Changes:
         over = state in (*ENDED, EVALUATING)
         for row in () if over else status["learners"]:
             name, condition = row["learner"], row["condition"]
+            # The line about the run says how many islands of a resumed run are still to connect.
+            if state == "starting" and row["state"] == "gone":
+                continue
             # The result of an evaluation has a line, so its start needs none.
             if condition == "evaluating":
                 condition = "training"
@@ -113,7 +118,7 @@ class Changes:
             text = f"evaluation loss {status['eval_loss']:.4f}{of_step}"
             yield Fact(("evaluation",), f"{status['eval_loss']} {step}", text)
         tenth = int(share_done(status) * TENTHS)
-        if tenth:
+        if tenth and state != "starting":
             yield Fact(("progress",), str(tenth), _progress(status))
 
     def _of_alarms(self, alarms: Sequence[Mapping[str, Any]], episodes: Sequence[Mapping[str, Any]]) -> Iterator[Fact]:
@@ -129,6 +134,18 @@ class Changes:
             if subject not in standing and STANDS in self._topics[subject].said_s:
                 yield Fact(subject, OVER, ended.get(subject, text))
 
+    def _of_phases(self, phases: Sequence[StartPhase], now_s: float) -> Iterator[Fact]:
+        """Yield what processes do that do not train yet, again if it lasts."""
+        known = self._phases
+        self._phases = {}
+        for phase in phases:
+            what = phase.words.partition(",")[0]
+            began_s = known[phase.name][1] if known.get(phase.name, ("", 0.0))[0] == what else now_s - phase.ago_s
+            self._phases[phase.name] = (what, began_s)
+            count = repeats(now_s - began_s)
+            since = f", for {format_duration(phase.ago_s)}" if count else ""
+            yield Fact(("phase", phase.name), f"{what} {count}", f"{phase.name}: {phase.words}{since}")
+
 
 def _progress(status: Mapping[str, Any]) -> str:
     active = sum(row["state"] == "active" for row in status["learners"])
@@ -140,8 +157,3 @@ def _progress(status: Mapping[str, Any]) -> str:
         time_left(status),
     ]
     return ", ".join(part for part in parts if part)
-
-
-def _of_phases(phases: Sequence[StartPhase]) -> Iterator[Fact]:
-    for phase in phases:
-        yield Fact(("phase", phase.name), phase.words.partition(",")[0], f"{phase.name}: {phase.words}")

@@ -28,6 +28,7 @@ from diloco_jax.protocol.watch.terms import FINISHING_S, shown
 from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import IslandFacts, RunFacts
 from diloco_jax.runtime.figures.forms import NO_VALUE, format_count, format_duration
+from diloco_jax.runtime.records.liveness import ENDED, StartPhase
 
 ENDED_SHOWN = 4
 # Condition that is shown for an island that trained until the end of a complete run.
@@ -66,8 +67,12 @@ def _finished(status: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     return bool(row.get(FINISHED, left_last))
 
 
-def describe(status: Mapping[str, Any]) -> str:
-    """Return the text of `diloco status`: progress, figures, alarms, and the condition of each island."""
+def describe(status: Mapping[str, Any], phases: Iterable[StartPhase] = ()) -> str:
+    """Return the text of `diloco status`: progress, figures, alarms, and the condition of each island.
+
+    Args:
+        phases: of processes that do not train yet.
+    """
     progress = f"global step {status['global_step']} of {status['total_steps']} ({share_done(status):.0%}) after "
     progress += format_duration(status["wall_s"])
     quiet = "said_s_ago" in status
@@ -85,6 +90,8 @@ def describe(status: Mapping[str, Any]) -> str:
         text.append("no island has connected yet")
     width = max((len(row["learner"]) for row in status["learners"]), default=0)
     text += [f"  {row['learner']:<{width}}  {_condition(row)}" for row in shown_rows(status)]
+    quiet = quiet or status["state"] in ENDED
+    text += [] if quiet else [f"  {each.name}: {each.words}, for {format_duration(each.ago_s)}" for each in phases]
     # Statuses of older versions do not have the key.
     if found := status.get("subscribers"):
         rows = [f"{row['subscriber']} (lacks {row['lacks']} of the newest values)" for row in found]

@@ -169,14 +169,20 @@ class Exchange:
         self._compiled: dict[object, jax.stages.Compiled] = {}
         self._compiling = threading.Lock()
 
-    def warm_up(self, fragments: Iterable[Fragment], told: Callable[[int], object] = lambda done: None) -> None:
+    def warm_up(
+        self, fragments: Iterable[Fragment], told: Callable[[int, str], object] = lambda done, current: None
+    ) -> None:
         """Compile the programs of fragments; any thread may call this at any time.
 
         Args:
-          told: is called with the number of compiled programs, out of `count`, after each one.
+          told: is called with the number of compiled programs, out of `count`, and the name of the program that is
+            compiled now; at the end the name is "".
         """
-        for _ in self.programs(fragments):
-            told(len(self._compiled))
+        for fragment in fragments:
+            for kind, program in self._programs_of(fragment):
+                told(len(self._compiled), f"{kind} of fragment {fragment.fragment_id}")
+                program()
+        told(len(self._compiled), "")
 
     def count(self, fragments: Iterable[Fragment]) -> int:
         """Return the number of programs that fragments need; a shared program counts once."""
@@ -190,11 +196,16 @@ class Exchange:
           (`adopt`, `stage` or `rebase`, fragment, program); fragments may share a program.
         """
         for fragment in fragments:
-            # `adopt` comes first, because an island adopts each fragment before it stages one.
-            yield "adopt", fragment, self._incoming(fragment, False).compiled
-            yield "stage", fragment, self._outgoing(fragment).compiled
-            if self._rebase:
-                yield "rebase", fragment, self._incoming(fragment, True).compiled
+            for kind, program in self._programs_of(fragment):
+                yield kind, fragment, program()
+
+    def _programs_of(self, fragment: Fragment) -> Iterator[tuple[str, Callable[[], jax.stages.Compiled]]]:
+        """Yield the name of each program of a fragment, and a function that compiles it once."""
+        # `adopt` comes first, because an island adopts each fragment before it stages one.
+        yield "adopt", lambda: self._incoming(fragment, False).compiled
+        yield "stage", lambda: self._outgoing(fragment).compiled
+        if self._rebase:
+            yield "rebase", lambda: self._incoming(fragment, True).compiled
 
     def stage(self, params: TensorsByPath, fragment: Fragment) -> StagedFragment:
         """Queue a copy of a fragment's update, from the present parameters, to host memory; return at once.

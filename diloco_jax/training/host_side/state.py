@@ -45,7 +45,7 @@ class HostState:
         return 0
 
     def warm_up_exchange(
-        self, fragments: Iterable[Fragment], told: Callable[[int], object] = lambda done: None
+        self, fragments: Iterable[Fragment], told: Callable[[int, str], object] = lambda done, current: None
     ) -> None:
         """Do nothing: nothing is compiled."""
 

@@ -19,6 +19,7 @@ from functools import partial
 
 from diloco_jax.transport.link import TransportConfig, split_address
 from diloco_jax.transport.session import calls
+from diloco_jax.transport.session.refusals import REFUSALS
 from diloco_jax.transport.session.stripe import GREETING
 from diloco_jax.transport.trust.security import BULK_PROTOCOL
 
@@ -30,6 +31,12 @@ LINGER_S = 5.0
 # The wait between two looks at a message that is not complete, and after a failure to accept.
 PAUSE_S, REFUSED_S = 0.02, 0.2
 CLOSE_S = 5.0
+# A connection that gRPC ends within this time, before any call, could not agree with it on TLS and HTTP/2.
+DISAGREES_S = 5.0
+_FILES = "transport.tls_ca, tls_certificate and tls_key to the files that `diloco certs` made for"
+PLAIN = f"it does not speak TLS, which this syncer requires: set its {_FILES} its name"
+NO_CERTIFICATE = f"it has no valid certificate of this run's authority: set its {_FILES} its name"
+TLS = f"it speaks TLS, and this syncer does not: set the syncer's {_FILES} the syncer, or remove the caller's"
 _OFFER = bytes((len(BULK_PROTOCOL),)) + BULK_PROTOCOL.encode()
 # TLS calls it handshake.
 _HANDSHAKE = 0x16
@@ -129,6 +136,8 @@ class Front:
                 bulk = await self._is_bulk(stream)
             if bulk:
                 return self._hand_over(stream)
+            if self._encrypted != (stream.recv(1, socket.MSG_PEEK) == bytes((_HANDSHAKE,))):
+                REFUSALS.tell(_host_of(stream), PLAIN if self._encrypted else TLS)
             await self._forward(stream)
         return False
 
@@ -165,23 +174,40 @@ class Front:
         with socket.socket(type=socket.SOCK_STREAM) as inner:
             inner.setblocking(False)
             await self._loop.sock_connect(inner, self._inner)
+            began_s, name = self._loop.time(), _name_of(inner)
+            REFUSALS.forwards(name, _host_of(stream))
             for each in (inner, stream):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             ways = [asyncio.create_task(self._pump(a, b)) for a, b in ((stream, inner), (inner, stream))]
             try:
                 done, left = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                brief = self._loop.time() < began_s + DISAGREES_S and not self._closing.is_set()
+                if self._encrypted and brief and ways[1] in done and ways[0] not in done and not REFUSALS.ended(name):
+                    REFUSALS.tell(_host_of(stream), NO_CERTIFICATE)
                 if left and not any(way.exception() for way in done):
                     await asyncio.wait(left, timeout=LINGER_S)
             finally:
                 for way in ways:
                     way.cancel()
                 await asyncio.gather(*ways, return_exceptions=True)
+                REFUSALS.ended(name)
 
     async def _pump(self, source: socket.socket, target: socket.socket) -> None:
         while piece := await self._loop.sock_recv(source, PIECE_BYTES):
             await self._loop.sock_sendall(target, piece)
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
+
+
+def _name_of(stream: socket.socket) -> str:
+    """Return the local address of a connection, as gRPC writes it."""
+    host, port, *_ = stream.getsockname()
+    return f"ipv4:{host}:{port}"
+
+
+def _host_of(stream: socket.socket) -> str:
+    """Return the host of a caller."""
+    return str(stream.getpeername()[0])
 
 
 def is_bulk(seen: bytes, *, encrypted: bool) -> bool | None:

@@ -6,6 +6,7 @@ own. The listener bounds everything before it allocates memory: the layout by LA
 and by the config's limit of parameters.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,18 @@ from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport.link import TransportConfig, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.session.calls import SERVICE, ask, failure, open_channel, open_server, refusing, serialized
+from diloco_jax.transport.session.calls import (
+    DRAIN,
+    SERVICE,
+    STATUS,
+    ask,
+    failure,
+    open_channel,
+    open_server,
+    refusing,
+    serialized,
+)
+from diloco_jax.transport.session.stream import REFUSAL
 from diloco_jax.transport.trust.security import Gate, credentials
 
 DESCRIBE, OFFER = "Describe", "Offer"
@@ -27,6 +39,8 @@ LAYOUT_BYTES_MAX = 2 << 20
 VALUES_BYTES = 1 << 20  # per message
 STALL_S = 60.0  # without a message
 BUSY, TOO_LATE = "another learner brings the model", "another learner has brought the model"
+
+log = logging.getLogger(__name__)
 
 
 class Description(NamedTuple):
@@ -45,8 +59,9 @@ class Description(NamedTuple):
 
 
 class ModelOffer(NamedTuple):
-    """A model that a learner brought: its layout, and the bytes of its initial values."""
+    """A model that a learner brought: who, its layout, and the bytes of its initial values."""
 
+    learner_id: str
     layout: str
     values: bytearray
 
@@ -133,11 +148,15 @@ class ModelDesk:
         self._busy = threading.Lock()
         self._taken = threading.Event()
         self._offer: ModelOffer | None = None
+        # The learner that sends the model, or sent it, the size in bytes, and when it began or was complete.
+        self._sender, self._size, self._since_s = "", 0, 0.0
         desk = DescriptionDesk(self._gate, lambda: self._busy.locked() or self._taken.is_set())
         desk.description = description
         handlers = {
             DESCRIBE: grpc.unary_unary_rpc_method_handler(desk.serve, response_serializer=serialized),
             OFFER: grpc.stream_unary_rpc_method_handler(self._serve, response_serializer=serialized),
+            STATUS: grpc.unary_unary_rpc_method_handler(self._refuse_for_now),
+            DRAIN: grpc.unary_unary_rpc_method_handler(self._refuse_for_now),
         }
         self._server, self.address = open_server(config, SERVICE, handlers, own.server)
 
@@ -146,6 +165,24 @@ class ModelDesk:
         self._taken.wait(timeout_s)
         offer, self._offer = self._offer, None
         return offer
+
+    @property
+    def waits_for(self) -> str:
+        """Return why the run has not started, as a text that follows the name of the syncer."""
+        what = f"{self._size / 1e6:,.1f} MB, for {time.monotonic() - self._since_s:.0f} s"
+        if self._taken.is_set():
+            return f"loads the model that {self._sender} sent ({what})"
+        if self._sender:
+            return f"has no model yet: it receives that of {self._sender} ({what})"
+        return "has no model yet: it waits for the first island"
+
+    def _refuse_for_now(self, request: bytes, context: Any) -> bytes:
+        """Answer a request that needs a run with the reason why there is none yet."""
+        del request
+        with refusing(context):
+            self._gate.check(dict(context.invocation_metadata()))
+        context.abort(REFUSAL, f"the syncer {self.waits_for}")
+        return b""
 
     def close(self) -> None:
         """Send the last answer, and free the port."""
@@ -167,6 +204,8 @@ class ModelDesk:
             if self._taken.is_set():
                 return pb.OfferReply(message=TOO_LATE)
             size = self._measure(first.layout)
+            self._sender, self._size, self._since_s = first.learner_id, size, time.monotonic()
+            log.info(f"{first.learner_id} sends the run's model, {size / 1e6:,.1f} MB")
             values, filled = bytearray(size), 0
             for raw in requests:
                 heard_s[0] = time.monotonic()
@@ -177,12 +216,16 @@ class ModelDesk:
                 filled += len(piece)
             if filled < size or digest(values) != first.digest:
                 return pb.OfferReply(message=f"{filled} of {size} bytes came, or they are damaged")
-            self._offer = ModelOffer(first.layout, values)
+            began_s, self._since_s = self._since_s, time.monotonic()
+            log.info(f"the model of {first.learner_id} has arrived in {self._since_s - began_s:.1f} s")
+            self._offer = ModelOffer(first.learner_id, first.layout, values)
             self._taken.set()
             return pb.OfferReply(taken=True)
         except (DecodeError, ValueError) as error:
             return pb.OfferReply(message=str(error))
         finally:
+            if not self._taken.is_set():
+                self._sender = ""
             self._busy.release()
 
 

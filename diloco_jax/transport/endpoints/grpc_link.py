@@ -55,6 +55,7 @@ from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.dialled import DialledStreams
 from diloco_jax.transport.session.inbox import Inbox
+from diloco_jax.transport.session.refusals import REFUSALS
 from diloco_jax.transport.session.sessions import Drains, Refused, SessionBook
 from diloco_jax.transport.session.stream import Lane, StreamSession
 from diloco_jax.transport.session.stripe import TICKET_BYTES, Stripe, accept_stripe, find_lane, refuse_stripe
@@ -379,6 +380,8 @@ class GrpcListener:
                 self._gate.check_speaks_for(session.header.sender, caller, or_subscriber=subscribes)
             session, lane = find_lane(session, number, connection)
         except (Denied, Refused) as error:
+            with contextlib.suppress(OSError):
+                REFUSALS.tell(str(stream.getpeername()[0]), str(error))
             refuse_stripe(connection, str(error))
             return
         stripe = Stripe(session, lane, connection)

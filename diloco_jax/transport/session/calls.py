@@ -28,6 +28,7 @@ from diloco_jax.transport.link import (
 )
 from diloco_jax.transport.partials import HOLDINGS_BYTES_MAX, PeerHoldings
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.refusals import REFUSALS
 from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.session.stream import DENIALS, REFUSAL, StreamSession
 from diloco_jax.transport.trust.security import Credentials, Denied, credentials, diagnose, is_loopback
@@ -108,12 +109,15 @@ def open_server(
 
 @contextmanager
 def refusing(context: Any) -> Iterator[None]:
-    """End a call with the reason why its caller was denied or refused."""
+    """End a call with the reason why its caller was denied or refused, and log it."""
+    caller = REFUSALS.caller_of(context.peer())
     try:
         yield
     except Denied as error:
+        REFUSALS.tell(caller, str(error))
         context.abort(error.code, str(error))
     except Refused as error:
+        REFUSALS.tell(caller, str(error))
         context.abort(REFUSAL if error.final else grpc.StatusCode.ABORTED, str(error))
 
 
@@ -213,10 +217,14 @@ def failure(config: TransportConfig, error: Exception, name: str) -> TransportEr
     if error.code() in DENIALS:
         return TransportError(f"the syncer at {config.address} refused: {clean(error.details(), REASON_LENGTH_MAX)}")
     if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+        if error.code() is REFUSAL:
+            return TransportError(
+                f"the syncer at {config.address} cannot answer: {clean(error.details(), REASON_LENGTH_MAX)}"
+            )
         answer = f"{error.code().name}: {clean(error.details(), REASON_LENGTH_MAX)}"
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             # A syncer that waits for a loop's model serves only the calls of `join`.
-            hint = "it still waits for the first island's model or loads it, or is of another release of diloco_jax"
+            hint = "it has no model yet, or is of another release of diloco_jax"
             return TransportError(f"the syncer at {config.address} cannot answer yet: {hint} ({answer})")
         return TransportError(f"the syncer at {config.address} did not answer but with {answer}")
     return unanswered(config, diagnose(config, name))

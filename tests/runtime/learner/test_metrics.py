@@ -1,5 +1,6 @@
 """An island's metrics are means with a bound, and what several islands measured is one record."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,9 +8,10 @@ import pytest
 
 from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import METRICS_MAX, OWN_MACHINE, OWN_PROCESS, Metric, MetricsReport
+from diloco_jax.protocol.watch.alarms import REMEDIES, Alarm
 from diloco_jax.runtime.learner.metrics import NAMES_MAX, IslandMetrics, memory
 from diloco_jax.runtime.records.earlier import NOTHING_EARLIER
-from diloco_jax.runtime.records.liveness import machine_number
+from diloco_jax.runtime.records.liveness import machine_number, tell_restart
 from diloco_jax.runtime.syncer.watch import Watch, merged_metrics
 
 STEPS: list[tuple[Any, ...]] = []
@@ -102,3 +104,16 @@ def test_the_process_of_an_island_that_left_is_forgotten(tmp_path: Any) -> None:
     assert watch._processes == {"a": 1234, "b": 5678}
     watch.on_note(Note("left", 5, -1, ("a",), "no connection"))
     assert watch._processes == {"b": 5678}
+
+
+def test_the_alarm_about_an_ended_process_says_what_its_supervisor_does(tmp_path: Any) -> None:
+    watch, gone = _watch(tmp_path), Alarm("gone", "a", "a is disconnected: no connection")
+    watch.context.machine.membership.members = {"a": SimpleNamespace(since_s=10.0)}  # type: ignore[misc]
+    assert watch._with_restart(gone, 15.0)["remedy"] == REMEDIES["gone"]
+    tell_restart(tmp_path, "a", "`diloco train` restarts it by itself")
+    assert watch._with_restart(gone, 15.0)["remedy"] == "`diloco train` restarts it by itself"
+    assert watch._with_restart(gone._replace(kind="slow"), 15.0)["remedy"] == REMEDIES["slow"]
+    path = tmp_path / "health" / "a.restart"
+    os.utime(path, (0, path.stat().st_mtime - 60.0))
+    assert watch._with_restart(gone, 15.0)["remedy"] == REMEDIES["gone"], "an earlier end of the process"
+    assert watch._with_restart(gone, 75.0)["remedy"] != REMEDIES["gone"]

@@ -26,6 +26,7 @@ from diloco_jax.runtime.learner.effects import LinkKeeper, Signals
 from diloco_jax.runtime.learner.joined import Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.learner.tape import learner_tape_path
+from diloco_jax.runtime.records.signals import RefusedForGood
 from diloco_jax.runtime.records.tape_chain import TapeChain
 from diloco_jax.settings.run import IslandsConfig, RunConfig, TrainConfig
 from diloco_jax.training.island import Island, StepHandle
@@ -238,7 +239,7 @@ def test_refusal_is_wrong_input_at_first_and_bad_luck_later(script: Script, tmp_
     script.await_message(messages.Hello)
     script.say(messages.Refuse("model layout differs"))
     script._thread.join(WAIT_S)
-    assert type(script.error) is ValueError and "refused this learner: model layout differs" in str(script.error)
+    assert type(script.error) is RefusedForGood and "refused this learner: model layout differs" in str(script.error)
     script.end()
     later = Script(tmp_path, incarnation=8)
     later.admit()

@@ -103,6 +103,22 @@ def test_a_dead_syncer_is_started_again_and_islands_are_left_alone(tmp_path: Pat
     assert "syncer killed by SIGKILL" in told.said and "syncer ended with status 1" in told.said
 
 
+def test_the_syncer_can_read_what_happens_to_an_island_that_ended(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text(json.dumps({"state": "running"}))
+    seen = "cat health/island-0.restart >> seen; echo >> seen; "
+    told = Told(
+        tmp_path,
+        [until(lines_in("seen", 2)) + "sleep 0.3; exit 0"],
+        [["kill -9 $$", seen + "exit 1", seen + "exit 2"], [FOREVER]],
+    )
+    told.run.run()
+    first, second = (tmp_path / "seen").read_text().splitlines()
+    assert first.startswith("`diloco train` restarts it by itself (restart 1, failure 1 of at most 3); its log is ")
+    assert "(restart 2, failure 2 of at most 3)" in second
+    given_up = (tmp_path / "health" / "island-0.restart").read_text()
+    assert "does not restart it, because a restart would fail as well" in given_up and "--resume" in given_up
+
+
 def test_islands_begin_when_their_programs_are_compiled(tmp_path: Path) -> None:
     told = Told(tmp_path, [until("[ -e began ]")], [["[ -e compiled ] && touch began; " + FOREVER], [FOREVER]])
     told.run.scripts["compiler-island-0"] = ["sleep 0.3; touch compiled"]

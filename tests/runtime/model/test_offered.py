@@ -19,7 +19,10 @@ from tests.runtime.helpers import wait_for
 
 
 @pytest.mark.net
-def test_islands_are_answered_until_the_syncer_opens_its_own_listener(tmp_path: Path) -> None:
+def test_islands_are_answered_until_the_syncer_opens_its_own_listener(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     config = replace(RunConfig(), model=ModelConfig(module="own"), transport=TransportConfig(address="127.0.0.1:0"))
     found: list[OfferedModel | None] = []
     waiting = threading.Thread(target=lambda: found.append(offered_model(config, tmp_path, threading.Event())))
@@ -34,6 +37,9 @@ def test_islands_are_answered_until_the_syncer_opens_its_own_listener(tmp_path: 
     assert model is not None and dict(model.initial_parameters())["w"].tolist() == values.tolist()
     # The syncer cuts the model and opens its folder now, which may take minutes.
     assert ask_description(there, "b").coming
+    said = [record.getMessage() for record in caplog.records]
+    assert "a sends the run's model, 0.0 MB" in said and any("model of a has arrived in" in line for line in said)
+    assert "loading the model that a sent (0.0 MB); islands wait for it" in said
     model.close_desk()
     model.close_desk()
     with pytest.raises(TransportError):

@@ -320,8 +320,9 @@ def test_a_loop_whose_model_comes_too_late_takes_that_of_the_faster_one(monkeypa
 
 
 def test_a_loop_brings_its_model_when_the_island_that_was_faster_dies_on_the_way(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     config, layout = dump(RunConfig()), layout_of({"w": (3,)}, {"w": FORMS["w"].kind})
     none, coming, model = Description(config, ""), Description(config, "", coming=True), Description(config, layout)
     described, replies = iter([none, none, coming, coming, none, model]), iter([subject.BUSY, ""])
@@ -332,6 +333,7 @@ def test_a_loop_brings_its_model_when_the_island_that_was_faster_dies_on_the_way
     transport = TransportConfig(address="127.0.0.1:1", connect_timeout_s=1e-9)
     subject.introduce(transport, "b", {"w": jnp.ones(3)}, FORMS)
     assert next(replies, None) is None
+    assert "b: waiting for the syncer at 127.0.0.1:1, which loads the run's model" in caplog.messages
 
 
 def test_a_model_that_the_run_cannot_take_is_refused_and_one_that_is_not_finite_not_brought(

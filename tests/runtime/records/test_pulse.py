@@ -10,6 +10,7 @@ import threading
 from contextlib import closing
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,6 +87,33 @@ def test_files_say_that_a_loop_lives_and_is_ready(tmp_path: Path) -> None:
         pulse.phase("recovering")
         assert not read_phases(tmp_path), "it trains"
     assert alive.exists() and not ready.exists()
+
+
+def test_a_phase_that_lasts_is_logged_again_with_its_newest_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("diloco_jax.runtime.records.pulse.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    caplog.set_level("INFO")
+    # Its own thread would look at other times.
+    monkeypatch.setattr("diloco_jax.runtime.records.pulse._watch", lambda watched, over: None)
+    with closing(Pulse(WatchdogConfig(least_s=0.0), "a loop", (tmp_path, "a"))) as pulse:
+        pulse.phase("compiling, 0 of 3, now: step")
+        for second in range(100):
+            clock[0] = float(second)
+            if second == 30:
+                pulse.phase("compiling, 1 of 3, now: adopt")
+            pulse.look(1.0)
+        pulse.ready(True)
+        clock[0] = 1000.0
+        pulse.look(1.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "compiling",
+        "compiling, 0 of 3, now: step, for 10 s",
+        "compiling, 0 of 3, now: step, for 20 s",
+        "compiling, 1 of 3, now: adopt, for 10 s",
+        "compiling, 1 of 3, now: adopt, for 50 s",
+    ]
 
 
 def test_a_forgotten_pulse_watches_nothing() -> None:

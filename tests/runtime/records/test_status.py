@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.records.earlier import read_earlier
 from diloco_jax.runtime.records.liveness import judge, signature, tell_phase
-from diloco_jax.runtime.records.status import read_status, start_again
+from diloco_jax.runtime.records.status import compose_status, read_status, start_again
+from diloco_jax.tools.live.changes import Changes
 from diloco_jax.transport.session.calls import ask_status
+from tests.protocol.syncer_inputs import hello, report, running
 
 
 def folder(tmp_path: Path, *files: str) -> Path:
@@ -107,7 +110,9 @@ def test_a_run_without_a_status_names_what_it_waits_for_or_where_to_look(tmp_pat
     with pytest.raises(ValueError, match=rf"see {tmp_path}/logs$"):
         read_status(str(tmp_path), ask_status)
     tell_phase(tmp_path, "syncer", "waiting for the first island, which sends the model")
-    with pytest.raises(ValueError, match="it is starting; syncer: waiting for the first island"):
+    with pytest.raises(
+        ValueError, match="it is starting; syncer: waiting for the first island, which sends the model, for 0 s"
+    ):
         read_status(str(tmp_path), ask_status)
 
 
@@ -125,6 +130,33 @@ def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
     (tmp_path / "status.json").unlink()
     start_again(tmp_path)
     assert not (tmp_path / "status.json").exists()
+
+
+def test_a_resumed_run_says_that_its_islands_start() -> None:
+    syncer = running("a", "b")
+    stats = RunStats(("a", "b"), 10, syncer)
+    for name in ("a", "b"):
+        stats.on_report(report(name, 2), 2.0)
+        syncer.on_disconnect(name, 1, "killed", 3.0)
+    told: dict[str, Any] = {"stopped": False, "blocked": "", "alarms": [], "metrics": {}, "processes": {}}
+    told |= {"left_s": None, "episodes": [], "eval_loss": None, "wire": {}, "num_parameters": 10}
+
+    def look(awaited: str) -> dict[str, Any]:
+        return compose_status("r", syncer, stats, 4.0, awaited=set(awaited), **told)
+
+    assert [row["condition"] for row in look("")["learners"]] == ["gone", "gone"]
+    status = look("ab")
+    assert status["state"] == "starting"
+    assert status["waiting_for"] == "islands, which are starting: 0 of 2 connected"
+    assert {row["condition"] for row in status["learners"]} == {"joining"}
+    line = "r is starting, waiting for: islands, which are starting: 0 of 2 connected"
+    changes = Changes(0.0)
+    assert [changes.look(status, (), float(second)) for second in range(3)] == [f"[0 s] {line}", "", ""]
+
+    syncer.on_message(hello("a", incarnation=2, versions=tuple(syncer.versions)), 4.0)
+    assert look("b")["waiting_for"] == "islands, which are starting: 1 of 2 connected"
+    syncer.on_message(report("a", 1, incarnation=2), 4.0)
+    assert look("b")["state"] == "running"
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "5", "null", '{"name": 1}', "{"])

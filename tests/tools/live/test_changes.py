@@ -69,6 +69,19 @@ def test_nothing_is_said_while_nothing_changes() -> None:
     ]
 
 
+def test_a_phase_that_lasts_gets_few_lines_with_its_newest_words() -> None:
+    step, adopt = ("compiling, 0 of 7 are ready, now: step", "compiling, 1 of 7 are ready, now: adopt")
+    slow: list[Moment] = [(float(n), None, [StartPhase("island-0", step, float(n))]) for n in range(45)]
+    rest: list[Moment] = [(45.0 + n, None, [StartPhase("island-0", adopt, float(n))]) for n in range(45)]
+    assert lines_of([*slow, *rest]) == [
+        f"[0 s] island-0: {step}",
+        f"[10 s] island-0: {step}, for 10 s",
+        f"[20 s] island-0: {step}, for 20 s",
+        f"[40 s] island-0: {step}, for 40 s",
+        f"[1 min 20 s] island-0: {adopt}, for 35 s",
+    ]
+
+
 def test_there_is_at_most_one_line_in_a_second_and_what_is_over_is_not_told() -> None:
     phases = [StartPhase(f"island-{n}", "importing", 0.0) for n in range(5)]
     moments: list[Moment] = [(0.1 * n, STARTING, phases if n < 25 else []) for n in range(100)]

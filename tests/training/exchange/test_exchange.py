@@ -225,9 +225,16 @@ def test_after_warming_up_nothing_is_compiled(
     island = make_island(fsdp=2, wire="int4", rebase=True, args={"mlp_dim": 64})
     plan = plan_of(island, fragments=4)
     island.warm_up(batches[0])
-    told: list[int] = []
-    island.exchange.warm_up(plan.fragments, told.append)
-    assert told == sorted(told) and told[-1] == island.exchange.count(plan.fragments) <= len(told)
+    told: list[tuple[int, str]] = []
+    island.exchange.warm_up(plan.fragments, lambda done, current: told.append((done, current)))
+    done = [each for each, _ in told]
+    assert done == sorted(done) and told[-1] == (island.exchange.count(plan.fragments), "")
+    assert told[:4] == [
+        (0, "adopt of fragment 0"),
+        (1, "stage of fragment 0"),
+        (2, "rebase of fragment 0"),
+        (3, "adopt of fragment 1"),
+    ]
     start = island.parameters()
     # JAX compiles small programs for itself at the first call.
     island.adopt(plan.fragments[0], take(start, plan.fragments[0]))

@@ -18,6 +18,7 @@ from diloco_jax.transport.endpoints import greeting, probe
 from diloco_jax.transport.endpoints.greeting import Description, ModelDesk, ask_description, offer_model
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import TransportConfig, TransportError
+from diloco_jax.transport.session.calls import ask_drain, ask_status
 from tests.transport.ends import WAIT_S, Ends, comes_true
 
 pytestmark = pytest.mark.net
@@ -138,8 +139,14 @@ def test_the_first_model_is_taken_whole_and_no_second_one(desk: ModelDesk) -> No
 
 
 def test_a_syncer_without_a_model_refuses_other_calls_with_the_reason(desk: ModelDesk) -> None:
-    with pytest.raises(TransportError, match=r"still waits for the first island's model.*UNIMPLEMENTED"):
+    with pytest.raises(TransportError, match=r"it has no model yet, or is of another release.*UNIMPLEMENTED"):
         greet(at(desk), "a")
+    for ask in (ask_status, lambda config: ask_drain(config, "a")):
+        with pytest.raises(TransportError, match=r"the syncer has no model yet: it waits for the first island$"):
+            ask(at(desk))
+    assert offer_model(at(desk), "a", "large", values(SIZES["large"])) == ""
+    with pytest.raises(TransportError, match=r"the syncer loads the model that a sent \(3.1 MB, for 0 s\)"):
+        ask_status(at(desk))
 
 
 @pytest.mark.parametrize(

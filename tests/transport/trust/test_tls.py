@@ -12,13 +12,15 @@ import pytest
 
 from diloco_jax.protocol.messages import Advance, FragmentValue
 from diloco_jax.transport.endpoints import grpc_link
+from diloco_jax.transport.endpoints.front import NO_CERTIFICATE, PLAIN, TLS
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import SYNCER_HOST, TransportConfig, TransportError
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.calls import DaemonThreads, ask_drain, ask_status
+from diloco_jax.transport.session.refusals import REFUSALS
 from diloco_jax.transport.trust import certificates, security
 from diloco_jax.transport.trust.security import credentials, is_loopback
-from tests.transport.ends import CONFIG, WAIT_S, Ends, greet, hear
+from tests.transport.ends import CONFIG, WAIT_S, Ends, comes_true, greet, hear
 
 pytestmark = pytest.mark.net
 PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
@@ -198,6 +200,41 @@ def test_plaintext_and_tls_do_not_mix(run: Run, ends: Ends) -> None:
             ask()
     with pytest.raises(TransportError, match=r"the syncer does not speak TLS: give it transport\.tls_ca"):
         run.connect(address=ends.listen().address)
+
+
+def test_refused_callers_are_in_the_syncers_log(
+    run: Run, ends: Ends, theirs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(REFUSALS, "_pairs", {})
+    believe(monkeypatch, "check_owner", "check_issued")
+
+    def refused(**wrong: Any) -> list[str]:
+        caplog.clear()
+        monkeypatch.setattr(REFUSALS, "_pairs", {})
+        with pytest.raises(TransportError):
+            run.connect(**wrong)
+        comes_true(lambda: any("refused 127.0.0.1" in line for line in caplog.messages))
+        return [line for line in caplog.messages if line.startswith("refused ")]
+
+    assert refused(token_file="") == [
+        "refused 127.0.0.1: the token was not sent: set transport.token_file to a copy of the file that the syncer was "
+        "started with"
+    ]
+    (line,) = refused(name="island-1")
+    assert "the certificate is that of 'island-1': set transport.tls_certificate" in line
+    assert refused(folder=theirs, tls_ca=run.as_()["tls_ca"]) == [f"refused 127.0.0.1: {NO_CERTIFICATE}"]
+    caplog.clear()
+    monkeypatch.setattr(REFUSALS, "_pairs", {})
+    with pytest.raises(TransportError):
+        ends.connect(to=run.listener.address)
+    assert f"refused 127.0.0.1: {PLAIN}" in caplog.messages
+    plain = ends.listen().address
+    with pytest.raises(TransportError):
+        run.connect(address=plain)
+    assert f"refused 127.0.0.1: {TLS}" in caplog.messages
+    caplog.clear()
+    run.meet()
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
