@@ -11,7 +11,7 @@ Only active members count as live. A disconnected member keeps its record, becau
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import inf
 from typing import Any
 
@@ -157,9 +157,14 @@ class Membership:
         """Return the members that become silent, because no message came for `silence_s`; sorted by name."""
         return [m for m in self.present() if now_s - m.heard_s >= silence_s]
 
-    def median_step_s(self) -> float | None:
-        """Return the lower median of the live learners' step times: one slow island must not stretch every window."""
-        times = sorted([m.step_s for m in self.members.values() if m.state == ACTIVE and m.step_s is not None])
+    def median_step_s(self, among: Collection[str] | None = None) -> float | None:
+        """Return the lower median of the live learners' step times: one slow island must not stretch every window.
+
+        Args:
+            among: names of the learners that count; all if None.
+        """
+        live = [m for m in self.members.values() if m.state == ACTIVE and (among is None or m.learner_id in among)]
+        times = sorted([m.step_s for m in live if m.step_s is not None])
         return times[(len(times) - 1) // 2] if times else None
 
     def usual_step_tokens(self, member: Member) -> float:

@@ -51,11 +51,26 @@ def test_training() -> None:
 
 def test_slow() -> None:
     syncer = running("a", "b", "c", quorum=3)
-    for step in (2, 3):
+    for step in range(2, 31):
+        # The averages cover about ten steps, and are compared after thirty.
+        assert {c.condition for c in conditions(syncer, float(step))} == {"training"}
         for name, step_s in (("a", 1.0), ("b", 1.0), ("c", 2.5)):
             syncer.on_message(report(name, step, step_s=step_s), float(step))
-    assert [c.condition for c in conditions(syncer, 32.0)] == ["training", "training", "slow"]
-    assert said(syncer, "c", 32.0)[2] == "steps take 2.500 s, 2.5 times the median"
+    assert [c.condition for c in conditions(syncer, 31.0)] == ["training", "training", "slow"]
+    assert said(syncer, "c", 31.0)[2] == "steps take 2.500 s, 2.5 times the median"
+
+
+def test_a_slow_learner_is_found_while_others_come_and_go() -> None:
+    syncer = running("a", "b", "c", "d", quorum=3)
+    for step in range(2, 31):
+        for name, step_s in (("a", 1.0), ("b", 1.0), ("c", 2.5), ("d", 1.0)):
+            syncer.on_message(report(name, step, step_s=step_s), float(step))
+    syncer.on_disconnect("d", 1, "killed", 31.0)
+    syncer.on_message(hello("d", incarnation=2, versions=tuple(syncer.versions)), 31.0)
+    syncer.on_message(report("d", 1, incarnation=2, step_s=9.0), 31.5)
+    syncer.on_message(report("d", 2, incarnation=2, step_s=9.0), 31.6)
+    found = {c.learner_id: c.condition for c in conditions(syncer, 32.0)}
+    assert found == {"a": "training", "b": "training", "c": "slow", "d": "training"}
 
 
 def test_the_faster_of_two_is_not_slow_just_after_the_other_returned() -> None:

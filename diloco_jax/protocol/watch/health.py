@@ -12,9 +12,8 @@ if TYPE_CHECKING:
 
 # A learner is slow if its steps take so many times the median.
 SLOW_FACTOR = 2.0
-# While a learner starts, it takes processors from others on its machine, and their average step time rises. It is the
-# median of two after its return, because its own average is new. So nobody is judged slow before a usual learner has
-# made this many times as many steps as the average covers, 1 / (1 - protocol.ema_decay).
+# A learner's step time is an average over about 1 / (1 - protocol.ema_decay) steps. While another one starts on its
+# machine, that average rises. So a learner is compared, and others with it, after so many times as many steps.
 SETTLES = 3.0
 
 
@@ -31,25 +30,20 @@ class Condition(NamedTuple):
 
 def conditions(syncer: Syncer, now_s: float) -> list[Condition]:
     """Return one condition per learner that ever joined, sorted by name; of several, the most serious one."""
-    median_s = None if _settling(syncer, now_s) else syncer.membership.median_step_s()
+    steps = round(SETTLES / (1.0 - syncer.config.ema_decay))
+    settled = {name for name, m in syncer.membership.members.items() if m.local_step >= steps}
+    median_s = syncer.membership.median_step_s(settled)
     return [
-        Condition(name, *_condition(syncer, member, median_s, now_s))
+        Condition(name, *_condition(syncer, member, median_s if name in settled else None, now_s))
         for name, member in sorted(syncer.membership.members.items())
     ]
-
-
-def _settling(syncer: Syncer, now_s: float) -> bool:
-    """Return whether a learner became active so lately that step times do not show yet which learner is slow."""
-    newest_s = max((m.since_s for m in syncer.membership.members.values() if m.state == ACTIVE), default=now_s)
-    steps = SETTLES / (1.0 - syncer.config.ema_decay)
-    return now_s - newest_s < steps * (syncer.membership.median_step_s() or 0.0)
 
 
 def _condition(syncer: Syncer, member: Member, median_s: float | None, now_s: float) -> tuple[str, float, str]:
     """Return a learner's condition, the time of its start, and what it means.
 
     Args:
-        median_s: the median step time; None while it is not yet compared.
+        median_s: the median step time of all learners with enough steps; None if this one has too few of them.
     """
     name, since_s, strikes = member.learner_id, member.since_s, member.credit.strikes
     quiet_s = now_s - member.heard_s
