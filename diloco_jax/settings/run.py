@@ -264,7 +264,7 @@ class RunConfig:
     """Seed of the initial parameters and of the order of the data. Change it to repeat a run with other random values,
     for example to see how much a result depends on chance."""
     islands: IslandsConfig = field(default_factory=IslandsConfig)
-    """How many islands train, on which devices, and how each is restarted."""
+    """The number of islands, their devices, and how each is restarted."""
     syncer: SyncerConfig = field(default_factory=SyncerConfig)
     """The process that merges: its restarts, threads, metrics and page."""
     train: TrainConfig = field(default_factory=TrainConfig)
