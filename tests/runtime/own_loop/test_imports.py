@@ -79,7 +79,8 @@ def test_a_whole_run_of_a_loop_needs_none_of_them(tmp_path: Path, run_dir: Path)
     # The island prints what it waits for, and where it starts.
     lines = (run_dir / "logs" / "island-0.log").read_text(encoding="utf-8")
     told = re.findall(r"^[-0-9]+ [0-9:,]+ island-0: ([a-z ]+)", lines, re.MULTILINE)
-    assert told == [
+    # An island waits for the syncer for as long as that loads the model, which may be too short for a line.
+    assert [line for line in told if line != "waiting for the syncer at "] == [
         "connecting to the syncer at ",
         "found the run own",
         "the run has no model yet",
