@@ -10,7 +10,14 @@ from rich.console import Console
 
 from diloco_jax.runtime.local.check_input import memory_bytes, oversized
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
-from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS, SAMPLE_FILE, SUMMARY_FILE, has_begun
+from diloco_jax.runtime.records.files import (
+    LOGS,
+    SAMPLE_FILE,
+    SUMMARY_FILE,
+    has_begun,
+    program,
+    resume_command,
+)
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.runtime.records.telemetry import replace_text
 from diloco_jax.settings.run import RunConfig
@@ -62,7 +69,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     from diloco_jax.cli.inference import written
 
     if summary["complete"] and not quiet and (text := written(run_dir, 200)):
-        say(f"the merged model writes (diloco sample {run_dir}):\n{indent(text, '    ')}")
+        say(f"the merged model writes ({program()} sample {run_dir}):\n{indent(text, '    ')}")
         # The report and the page show it too.
         replace_text(run_dir / SAMPLE_FILE, text)
     try:
@@ -70,13 +77,14 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     except ValueError as error:
         # The run stopped before its first step.
         say(f"no report: {error}")
-    if not summary["complete"] and has_begun(run_dir):
-        say(f"to continue: diloco train {run_dir / CONFIG_FILE} --run-dir {run_dir} --resume")
     told = [alarm_line(alarm) for alarm in summary["alarms"] if stands(alarm)]
     if more := told[ALARMS_SHOWN:]:
         told[ALARMS_SHOWN:] = [f"and {len(more)} more alarms in {run_dir / SUMMARY_FILE}"]
     for text in [*told, *ended_lines(summary["alarms"])]:
         Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
+    # This is the last line, so that a reader finds it.
+    if not summary["complete"] and has_begun(run_dir):
+        say(f"to continue: {resume_command(run_dir)}")
     return summary
 
 

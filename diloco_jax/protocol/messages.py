@@ -258,7 +258,7 @@ class Heartbeat(NamedTuple):
 
 
 # Reasons of a Leave that an operator caused.
-DRAINED, STOPPED_OUTSIDE = ON_PURPOSE = "drained", "stopped from outside"
+DRAINED, STOPPED_OUTSIDE, SYNCER_STOPPED = ON_PURPOSE = "drained", "stopped from outside", "the syncer was stopped"
 # The reason of Stop at the end of a run.
 RUN_COMPLETE = "run complete"
 

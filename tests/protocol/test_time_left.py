@@ -21,21 +21,35 @@ def test_the_start_does_not_count() -> None:
         now_s = 60 + 0.5 * step
         pace.step(now_s, step)
         left_s = pace.left_s(now_s, 400)
-        assert left_s == (None if step == 1 else pytest.approx(260 - now_s))
+        assert left_s == (None if step <= STEPS_LEAST else pytest.approx(260 - now_s))
     assert pace.left_s(260.0, 400) == 0.0
 
 
 def test_the_start_of_a_resumed_run_does_not_count() -> None:
-    """After 24 steps of an earlier process: 45 s of start-up, then 2 steps per second."""
-    pace = TimeLeft(24)
-    for now_s, step in ((0.0, 24), (45.0, 24), (50.0, 25), (50.5, 26)):
+    """45 s of start-up, then 2 steps per second; the second snapshot is older than expected."""
+    for earlier in (24, 20):
+        pace = TimeLeft(24)
+        for now_s in (0.0, 45.0):
+            pace.step(now_s, earlier)
+        for number in range(STEPS_LEAST + 1):
+            pace.step(50.0 + 0.5 * number, earlier + 1 + number)
+        assert pace.left_s(54.0, earlier + 109) == pytest.approx(50.0)
+
+
+def test_slow_first_steps_give_no_estimate_and_are_forgotten() -> None:
+    """Islands still join in the first eight steps, of 3 s each; the others take 0.5 s."""
+    pace, now_s = TimeLeft(), 10.0
+    pace.step(now_s, 1)
+    for step in range(2, 101):
+        now_s += 3.0 if step <= STEPS_LEAST else 0.5
         pace.step(now_s, step)
-    assert pace.left_s(50.5, 126) == pytest.approx(50.0)
-    # A snapshot that is older than expected.
-    pace = TimeLeft(24)
-    for now_s, step in ((0.0, 20), (45.0, 20), (50.0, 21), (50.5, 22)):
-        pace.step(now_s, step)
-    assert pace.left_s(50.5, 122) == pytest.approx(50.0)
+        left_s, truth_s = pace.left_s(now_s, 400), 0.5 * (400 - step)
+        if step <= STEPS_LEAST:
+            assert left_s is None
+        elif step > 2 * STEPS_LEAST:
+            assert left_s == pytest.approx(truth_s, rel=0.02)
+    # Steps of minutes need not wait for eight of them.
+    assert fed([0.0, 100.0]).left_s(100.0, 10) == pytest.approx(800.0)
 
 
 def test_a_rate_that_halves_is_followed_within_the_window() -> None:
@@ -68,8 +82,9 @@ def test_a_run_that_goes_back_or_is_resumed_starts_again() -> None:
     pace = fed([float(second) for second in range(1, 101)])
     pace.step(101.0, 50)
     assert pace.left_s(101.0, 100) is None
-    pace.step(103.0, 51)
-    assert pace.left_s(103.0, 100) == pytest.approx(98.0)
+    for number in range(1, STEPS_LEAST + 1):
+        pace.step(101.0 + 2.0 * number, 50 + number)
+    assert pace.left_s(117.0, 100) == pytest.approx(84.0)
     resumed = TimeLeft()
     for step in range(500, 510):
         resumed.step(1000.0 + 3 * step, step)

@@ -2,8 +2,9 @@
 
 The window of the rate is the last WINDOW_S, or the last WINDOW_SHARE of the time since the first global step if that is
 longer. It always has at least STEPS_LEAST steps. The time before the first global step of this process does not count,
-so a slow start or resume does not spoil the estimate. The time since the newest step counts only when it is longer than
-a step.
+so a slow start or resume does not spoil the estimate. The first STEPS_LEAST steps are often slow too, because islands
+still join. So they give no estimate unless they take WINDOW_S, and do not count once twice as many were made. The time
+since the newest step counts only when it is longer than a step.
 """
 
 from collections import deque
@@ -23,7 +24,7 @@ class TimeLeft:
 
     def __init__(self, begin: int = 0) -> None:
         self._begin = begin
-        self._first_s = 0.0
+        self._first_s, self._first = 0.0, begin
         self._points: deque[tuple[float, int]] = deque()
 
     def step(self, now_s: float, global_step: int) -> None:
@@ -35,19 +36,24 @@ class TimeLeft:
         if global_step <= self._begin or (points and points[-1][1] == global_step):
             return
         if not points:
-            self._first_s = now_s
+            self._first_s, self._first = now_s, global_step
         window_s = max(WINDOW_S, WINDOW_SHARE * (now_s - self._first_s))
         if len(points) > 2 and now_s - points[-2][0] < window_s / POINTS:
             points.pop()
         points.append((now_s, global_step))
+        settled = self._first + STEPS_LEAST
+        while global_step >= settled + STEPS_LEAST and points[0][1] < settled and len(points) > 2:
+            points.popleft()
         while len(points) > 2 and points[1][0] <= now_s - window_s and global_step - points[1][1] >= STEPS_LEAST:
             points.popleft()
 
     def left_s(self, now_s: float, total_steps: int) -> float | None:
-        """Return the seconds until the last global step; None before two steps, or if the newest step is long ago."""
+        """Return the seconds until the last global step; None without an estimate, or long after the newest step."""
         if len(self._points) < 2:
             return None
         (begin_s, begin), (end_s, end) = self._points[0], self._points[-1]
+        if end - begin < STEPS_LEAST and end_s - begin_s < WINDOW_S:
+            return None
         each_s, waited_s = (end_s - begin_s) / (end - begin), now_s - end_s
         if each_s <= 0 or waited_s > max(WINDOW_S, STEPS_LEAST * each_s):
             return None

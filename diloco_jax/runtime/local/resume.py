@@ -19,6 +19,7 @@ from diloco_jax.runtime.records.files import (
     TAPE_FILE,
     check_history,
     has_begun,
+    resume_command,
 )
 from diloco_jax.runtime.records.tape_file import LineFile, last_time_s, read_lines
 from diloco_jax.runtime.records.telemetry import read_object
@@ -52,8 +53,7 @@ def check_same_run(began: RunConfig, config: RunConfig, run_dir: Path, *, rewind
     if found:
         more = f", and {len(found) - 1} more settings differ" if len(found) > 1 else ""
         raise ValueError(
-            f"{found[0]}{more}; continue with the run's own settings (diloco train {run_dir / CONFIG_FILE} --run-dir "
-            f"{run_dir} --resume), or start a new run"
+            f"{found[0]}{more}; continue with the run's own settings ({resume_command(run_dir)}), or start a new run"
         )
 
 
@@ -91,7 +91,7 @@ def check_resumable(run_dir: Path, config: RunConfig) -> None:
         longer += f" --train.steps {2 * limits.steps}" if limits.steps else ""
         raise ValueError(
             f"{run_dir} holds a run that is complete, after {summary.get('global_steps')} global steps; train it "
-            f"longer (diloco train {run_dir / CONFIG_FILE} --run-dir {run_dir} --resume{longer}), or leave out "
+            f"longer ({resume_command(run_dir)}{longer}), or leave out "
             "--resume and name another folder with --run-dir to start a new one"
         )
 

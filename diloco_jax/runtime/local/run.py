@@ -28,7 +28,7 @@ from diloco_jax.runtime.own_loop.surroundings import (
     INCARNATION_ENV,
     RUN_DIR_ENV,
 )
-from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, HEALTH, LOGS, TAPES
+from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, HEALTH, LOGS, TAPES, resume_command
 from diloco_jax.runtime.records.liveness import forget_phases, tell_phase, tell_restart
 from diloco_jax.runtime.records.signals import INTERRUPTED, PARENT_ENV, WRONG_INPUT
 from diloco_jax.runtime.records.status import clear_for_start, complete, last_state
@@ -311,7 +311,7 @@ class LocalRun:
                 self._tend_island(child)
 
     def _tell_given_up(self, child: Child, why: str) -> None:
-        again = f"diloco train {self._config_path} --run-dir {self._run_dir} --resume"
+        again = resume_command(self._run_dir)
         words = f"`diloco train` {why}: correct what its log {child.log} shows; then stop the run, and `{again}`"
         tell_restart(self._run_dir, child.name, words)
 

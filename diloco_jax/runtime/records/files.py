@@ -3,7 +3,11 @@
 docs/architecture.md describes what each file holds. This module is light enough for processes that read no snapshot.
 """
 
+import os
 import re
+import shlex
+import shutil
+import sys
 from pathlib import Path
 
 from diloco_jax.runtime.records.segments import closed_segments
@@ -42,6 +46,21 @@ PROFILES = "profiles"
 # Compiled programs, so that a process that starts again need not compile.
 PROGRAMS = "programs"
 _STEP = "step_"
+
+
+def program() -> str:
+    """Return the shell's name of the `diloco` program: its path if the shell does not find it by its name."""
+    path = Path(sys.executable).with_name("diloco")
+    if shutil.which("diloco") or not path.exists():
+        return "diloco"
+    here = os.path.relpath(path)
+    return shlex.quote(here if len(here) < len(str(path)) else str(path))
+
+
+def resume_command(run_dir: Path) -> str:
+    """Return the shell command that resumes a run on this machine."""
+    folder = shlex.quote(str(run_dir))
+    return f"{program()} train {shlex.quote(str(run_dir / CONFIG_FILE))} --run-dir {folder} --resume"
 
 
 def new_run_dir(runs_dir: Path, name: str) -> Path:

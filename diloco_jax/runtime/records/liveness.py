@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco_jax.runtime.records.files import HEALTH, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import HEALTH, SUMMARY_FILE, TAPE_FILE, program, resume_command
 from diloco_jax.runtime.records.signals import PARENT_ENV
 
 # Ten times the pause between two status files of a syncer.
@@ -134,11 +134,11 @@ def _age_s(said: Mapping[str, Any]) -> float:
 
 def _trouble(run_dir: Path, said: Mapping[str, Any], process: _Seen | None, *, here: bool) -> dict[str, str]:
     """Return state and remedy of a run that does not continue as its last status says."""
-    again = f"`diloco train {run_dir}/config.yaml --run-dir {run_dir} --resume` continues from the newest snapshot"
+    again = f"`{resume_command(run_dir)}` continues from the newest snapshot"
     if not (run_dir / TAPE_FILE).exists():
         again = "a data-parallel run cannot continue: start it again"
     elif said.get("supervisor") is None:
-        again = f"`diloco syncer {run_dir}/config.yaml --run-dir {run_dir}` continues with the running islands; "
+        again = f"`{program()} syncer {run_dir}/config.yaml --run-dir {run_dir}` continues with the running islands; "
         again += "if none runs, add --rewind, or let `diloco train` with --resume start all of them on one machine"
     if process is not None:
         pid = said["process"][0]

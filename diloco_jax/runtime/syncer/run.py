@@ -133,7 +133,7 @@ class SyncerDriver:
         """
         # After a stop from outside, learners would train without a syncer.
         if not self._finished:
-            stop = messages.Stop(self._machine.global_step, "the syncer was stopped")
+            stop = messages.Stop(self._machine.global_step, messages.SYNCER_STOPPED)
             self._execute([effects.Send(m.learner_id, stop) for m in self._machine.membership.connected()])
         self.watch.tell()
         lately_s = self._now_s() - ADRIFT_S

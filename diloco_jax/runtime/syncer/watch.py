@@ -10,6 +10,7 @@ from math import isfinite
 from typing import Any
 
 from diloco_jax.protocol.effects import Note
+from diloco_jax.protocol.member import DISCONNECTED
 from diloco_jax.protocol.messages import (
     OWN_MACHINE,
     OWN_PROCESS,
@@ -226,6 +227,10 @@ class Watch:
         """Return an alarm; its remedy is what the supervisor does about an island whose process has ended."""
         told, member = alarm.as_dict(), self.context.machine.membership.members.get(alarm.who)
         if alarm.kind == "gone" and member is not None:
+            if member.state != DISCONNECTED:
+                told["text"] = f"{alarm.past}, and is connected again"
+                told["remedy"] = f"nothing to do: this alarm ends if it stays connected for {CALM:g} s"
+                return told
             restart = read_restart(self.context.run_dir, alarm.who, now_s - member.since_s)
             told["remedy"] = restart or told["remedy"]
         return told

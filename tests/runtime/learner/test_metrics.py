@@ -108,7 +108,8 @@ def test_the_process_of_an_island_that_left_is_forgotten(tmp_path: Any) -> None:
 
 def test_the_alarm_about_an_ended_process_says_what_its_supervisor_does(tmp_path: Any) -> None:
     watch, gone = _watch(tmp_path), Alarm("gone", "a", "a is disconnected: no connection")
-    watch.context.machine.membership.members = {"a": SimpleNamespace(since_s=10.0)}  # type: ignore[misc]
+    member = SimpleNamespace(since_s=10.0, state="gone")
+    watch.context.machine.membership.members = {"a": member}  # type: ignore[misc]
     assert watch._with_restart(gone, 15.0)["remedy"] == REMEDIES["gone"]
     tell_restart(tmp_path, "a", "`diloco train` restarts it by itself")
     assert watch._with_restart(gone, 15.0)["remedy"] == "`diloco train` restarts it by itself"
@@ -117,3 +118,7 @@ def test_the_alarm_about_an_ended_process_says_what_its_supervisor_does(tmp_path
     os.utime(path, (0, path.stat().st_mtime - 60.0))
     assert watch._with_restart(gone, 15.0)["remedy"] == REMEDIES["gone"], "an earlier end of the process"
     assert watch._with_restart(gone, 75.0)["remedy"] != REMEDIES["gone"]
+    # The alarm lasts for some seconds more, and does not contradict the state.
+    member.state = "joining"
+    assert watch._with_restart(gone, 15.0)["text"] == "a was disconnected, and is connected again"
+    assert watch._with_restart(gone, 15.0)["remedy"].startswith("nothing to do")
