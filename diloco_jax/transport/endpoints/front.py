@@ -136,7 +136,9 @@ class Front:
                 bulk = await self._is_bulk(stream)
             if bulk:
                 return self._hand_over(stream)
-            if self._encrypted != (stream.recv(1, socket.MSG_PEEK) == bytes((_HANDSHAKE,))):
+            # A caller that only connects, to find out whether the port is open, has not been refused.
+            first = stream.recv(1, socket.MSG_PEEK)
+            if first and self._encrypted != (first == bytes((_HANDSHAKE,))):
                 REFUSALS.tell(_host_of(stream), PLAIN if self._encrypted else TLS)
             await self._forward(stream)
         return False

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -233,6 +234,9 @@ def test_refused_callers_are_in_the_syncers_log(
         run.connect(address=plain)
     assert f"refused 127.0.0.1: {TLS}" in caplog.messages
     caplog.clear()
+    # A caller that only looks whether the port is open is not refused.
+    host, port = run.listener.address.split(":")
+    socket.create_connection((host, int(port))).close()
     run.meet()
     assert not caplog.messages
 
