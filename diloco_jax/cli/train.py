@@ -105,6 +105,9 @@ def ending(summary: Mapping[str, Any], config: RunConfig) -> str:
         # A short run may end before a slowly starting island was merged once.
         idle = [name for name, each in summary.get("learners", {}).items() if not each["participation"]]
         never = f"; never merged: {', '.join(idle)}" if idle else ""
-        return f"complete: {found} after {steps} global steps and {spent}{never}"
+        merged, count = summary.get("contributors_per_round"), len(summary.get("learners", {}))
+        # A low share explains a high loss: a round of one island is a global step as well.
+        share = f"; {merged:.2f} of {count} islands per round" if merged and count > 1 else ""
+        return f"complete: {found} after {steps} global steps and {spent}{share}{never}"
     of = f" of {config.train.steps}" if config.train.steps and not config.train.tokens else ""
     return f"stopped after {steps}{of} global steps and {spent}, {found}"

@@ -56,8 +56,8 @@ def test_the_last_line_says_what_happened(told: dict[str, Any], words: str) -> N
 
 def test_an_island_that_was_never_merged_is_named() -> None:
     learners = {"island-0": {"participation": 0.0}, "island-1": {"participation": 1.0}}
-    told = ending(SUMMARY | {"complete": True, "learners": learners}, CONFIG)
-    assert told.endswith("in 10 s; never merged: island-0")
+    told = ending(SUMMARY | {"complete": True, "learners": learners, "contributors_per_round": 1.0}, CONFIG)
+    assert told.endswith("in 10 s; 1.00 of 2 islands per round; never merged: island-0")
 
 
 def test_a_budget_of_tokens_is_not_a_number_of_steps() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from diloco_jax.core.passes import prepare
 from diloco_jax.runtime.model.layout_text import read_layout
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import ADDRESS_FILE, OFFERED
@@ -93,6 +94,8 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
     try:
         (run_dir / ADDRESS_FILE).write_text(desk.address, encoding="utf-8")
         log.info(f"waiting at {desk.address} for the first island, which sends the model")
+        # Islands import and compile for as long, so nobody waits for this later.
+        prepare(stop.is_set)
         while (offer := desk.take(POLL_S)) is None:
             if stop.is_set():
                 desk.close()

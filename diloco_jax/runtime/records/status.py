@@ -215,6 +215,8 @@ def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> Tra
     plain = allow_plaintext or known.allow_plaintext
     path = Path(run) / ADDRESS_FILE
     if not is_address(run) and not path.exists():
+        if not Path(run).exists():
+            raise ValueError(f"{run} is neither a run's folder nor a syncer's host:port")
         raise ValueError(f"{run} has no {ADDRESS_FILE}, so its syncer never listened; start the run, or give host:port")
     address = run if is_address(run) else path.read_text(encoding="utf-8").strip()
     split_address(address, "the address" if is_address(run) else str(path))

@@ -327,9 +327,7 @@ class SyncerRun:
     ) -> None:
         self._late_s = late_s
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
-        own = isinstance(model, OfferedModel)
-        loads = "preparing the model that the first island sent (up to a minute on a busy processor)"
-        self._pulse.phase(loads if own else "drawing the initial model")
+        self._pulse.phase("compiling or loading the merge (up to a minute at the first start after an installation)")
         resolved = resolve(config, model.shapes, model.kinds)
         self._config = config = resolved.config
         self._run_dir = run_dir
@@ -341,6 +339,8 @@ class SyncerRun:
         # The listener that took the model answers islands until this process listens itself.
         self._free_port = model.close_desk if isinstance(model, OfferedModel) else lambda: None
         self._arrived_s = model.arrived_s if isinstance(model, OfferedModel) else None
+        own = isinstance(model, OfferedModel)
+        self._pulse.phase("loading the model that the first island sent" if own else "drawing the initial model")
         self._model = make_model(resolved, self._initial(), arithmetic)
         # Only islands download remote data.
         corpus = "" if config.data.remote else model.corpus

@@ -217,7 +217,7 @@ class Watch:
                 if stands == "begins":
                     log.warning(f"alarm: {alarm.text}; {self._with_restart(alarm, now_s)['remedy']}")
                 else:
-                    log.info(f"alarm over: {alarm.text}")
+                    log.info(f"alarm over: {alarm.past}")
                 record = {"kind": "alarm", "t": now_s, "global_step": machine.global_step, "alarm": alarm.kind}
                 record |= {"state": stands, "members": [alarm.who] * bool(alarm.who), "reason": alarm.text}
                 self._telemetry.write(record)
