@@ -3,6 +3,7 @@
 config = load("configs/quickstart.yaml", ["--outer.learning_rate", "0.4"])
 """
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -179,6 +180,7 @@ def as_begun(config: RunConfig, began: RunConfig) -> RunConfig:
 def _overridden(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
     """Replace the values of a file by the values of a command line, without checking either."""
     result, left = copy.deepcopy(dict(values)), list(words)
+    lists = set[str]()
     while left:
         word, equals, first = left.pop(0).partition("=")
         if not word.startswith("--") or word == "--":
@@ -200,6 +202,10 @@ def _overridden(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, An
                 here[part] = {}
             here = here[part]
         name, hint = _step(hint, name)
+        if typing.get_origin(hint) is tuple:
+            if dotted in lists:
+                raise ValueError(f"{word} is given twice; a list takes several words after one name: {word} A B")
+            lists.add(dotted)
         here[name] = _value(word, given, hint)
     return result
 
@@ -218,6 +224,9 @@ def _step(hint: Any, part: str) -> tuple[str, Any]:
 def _value(word: str, given: list[str], hint: Any) -> Any:
     """Read the value of a setting from its arguments; a value that is not plain text is YAML."""
     if typing.get_origin(hint) is tuple:
+        if len(given) == 1 and given[0].startswith("[") and given[0].endswith("]"):
+            # Also as in a YAML file.
+            return _as_yaml(word, given[0])
         return given
     if len(given) != 1:
         raise ValueError(
@@ -229,10 +238,15 @@ def _value(word: str, given: list[str], hint: Any) -> Any:
     holds = (hint, *typing.get_args(hint))
     if hint is not Any and not any(typing.get_origin(h) is dict or dataclasses.is_dataclass(h) for h in holds):
         return text
+    if hint is Any and re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]+", text):
+        with contextlib.suppress(ValueError):
+            return float(text)
+    return _as_yaml(word, text)
+
+
+def _as_yaml(word: str, text: str) -> Any:
     try:
-        return (
-            float(text) if hint is Any and re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]+", text) else yaml.safe_load(text)
-        )
+        return yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{word} is {text!r}, which is not valid YAML: {' '.join(str(error).split())}") from error
 

@@ -241,6 +241,7 @@ COMMAND_LINES = (
     Wrong("plan config.yaml --mfu 2", "--mfu is 2.0", "at most 1", "use a share above 0"),
     Wrong("train config.yaml --train.stepz 5", "train.stepz (value 5)", "unknown setting", "did you mean train.steps?"),
     Wrong("train config.yaml --train.steps", "--train.steps", "needs a value", "config.yaml --settings` lists all"),
+    Wrong("train config.yaml --data.patterns *.a --data.patterns *.b", "given twice", "--data.patterns A B"),
     Wrong("train config.yaml --train.steps 4 5", "(4 5)", "takes one value, not 2", "--settings` lists all settings"),
     Wrong("train config.yaml --train.steps x", "train.steps is 'x'", "a valid integer", "it must be"),
     Wrong("train config.yaml --train.steps.x 5", "train.steps is {'x': 5}", "a valid integer", "it must be"),

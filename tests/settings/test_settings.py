@@ -318,3 +318,16 @@ def test_values_of_an_older_run_have_todays_names_and_the_values_that_the_run_us
     path = tmp_path / "config.yaml"
     path.write_text(f"{WRITTEN_BY} 0.2.0\nprotocol: {{lease_s: 15.0}}\n", encoding="utf-8")
     assert read_settings(path)["protocol"] == {"silence_s": 15.0, "grace_min_s": 0.0}
+
+
+@pytest.mark.parametrize("words", [["*.a", "*.b"], ["[*a, *b]"], ["['*.a', '*.b']"], ["[one]"]])
+def test_a_list_on_the_command_line(words: list[str]) -> None:
+    """Several words, or a list as in a YAML file."""
+    path = packed()["quickstart"]
+    expected = {"*.b": ("*.a", "*.b"), "['*.a', '*.b']": ("*.a", "*.b"), "[one]": ("one",)}
+    if (last := words[-1]) not in expected:
+        # In YAML, a star starts the name of an anchor.
+        with pytest.raises(ValueError, match="not valid YAML"):
+            load(path, ["--data.patterns", *words])
+        return
+    assert load(path, ["--data.patterns", *words]).data.patterns == expected[last]

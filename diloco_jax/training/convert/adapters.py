@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from diloco_jax.training.convert.tensors import tensors
 from diloco_jax.training.convert.weights import ADAPTER_FILE, WRITTEN, Parameters, Weights
@@ -72,7 +72,8 @@ def write_adapters(folder: Path, model: ModelConfig, parameters: Parameters, dty
             # The name within a layer, because the same name may stand for an expert elsewhere in the layer. A tower's
             # layers have the same names, so beside one the whole name is needed.
             targets.append(module if model.module == SEEING_DECODER else module.split(".", 3)[-1])
-    save_file(found, folder / ADAPTER_FILE, {"format": "pt"})
+    # `save_file` would make a file that only its owner can read.
+    (folder / ADAPTER_FILE).write_bytes(save(found, {"format": "pt"}))
     described = _config(model, list(dict.fromkeys(targets)))
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
