@@ -143,8 +143,8 @@ def test_a_complete_run_trains_longer_in_its_folder(folder: Path) -> None:
     refused = call(*train)
     assert refused.returncode == 2 and "complete, after 30 global steps" in refused.stderr, refused
     assert contents(run_dir) == before
-    *_, told = refused.stderr.partition("(diloco train ")
-    words = ["train", *told.partition(")")[0].split()]
+    _, _, told = refused.stderr.partition("train it longer (")
+    _, *words = told.partition(")")[0].split()
     assert words[1:] == [str(run_dir / "config.yaml"), "--run-dir", str(run_dir), "--resume", "--train.steps", "60"]
     done = run(*words, "--quiet", timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
