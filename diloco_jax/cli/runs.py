@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +41,8 @@ def _tell_number(name: str, first: Path, chosen: Path) -> None:
     """Print one line to stderr if a new run got another folder than the name of its config, because that one exists."""
     if chosen == first:
         return
-    options = {"train": f"--run-dir {first} --resume", "syncer": f"--run-dir {first}"}.get(name)
+    folder = shlex.quote(str(first))
+    options = {"train": f"--run-dir {folder} --resume", "syncer": f"--run-dir {folder}"}.get(name)
     remedy = f"; to resume the run of {first}, stop and start with {options}" if options else ""
     print(f"{first} exists, so this new run gets the folder {chosen}{remedy}", file=sys.stderr, flush=True)
 

@@ -14,8 +14,8 @@ from diloco_jax.runtime.records.files import (
     LOGS,
     SAMPLE_FILE,
     SUMMARY_FILE,
+    command,
     has_begun,
-    program,
     resume_command,
 )
 from diloco_jax.runtime.records.signals import stop_on_signals
@@ -58,7 +58,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     summary_file = run_dir / SUMMARY_FILE
     if not summary_file.exists():
         say(
-            "stopped while no syncer was running; --resume continues"
+            f"stopped while no syncer was running; to continue: {resume_command(run_dir)}"
             if has_begun(run_dir)
             else "stopped before training began"
         )
@@ -69,7 +69,7 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     from diloco_jax.cli.inference import written
 
     if summary["complete"] and not quiet and (text := written(run_dir, 200)):
-        say(f"the merged model writes ({program()} sample {run_dir}):\n{indent(text, '    ')}")
+        say(f"the merged model writes ({command('sample', run_dir)}):\n{indent(text, '    ')}")
         # The report and the page show it too.
         replace_text(run_dir / SAMPLE_FILE, text)
     try:

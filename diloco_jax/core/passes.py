@@ -80,7 +80,7 @@ _SIGNATURES = (
 def prepare(stopped: Callable[[], bool] = lambda: False) -> None:
     """Compile every loop, or load it from the cache; further calls do nothing.
 
-    Without a cache this takes 20 s of processor time.
+    Without a cache this took 20 s of one x86-64 core.
 
     Args:
       stopped: is called before each loop; if it returns True, the rest is left out.

@@ -16,7 +16,7 @@ from math import inf
 from typing import Any
 
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
-from diloco_jax.protocol.messages import STALE, SYNCER, Hello
+from diloco_jax.protocol.messages import FULL, STALE, SYNCER, Hello
 from diloco_jax.protocol.releases import OLDEST, PROTOCOL
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -104,7 +104,7 @@ class Membership:
         if known is not None and known.credit.expelled and hello.incarnation == known.incarnation:
             return f"incarnation {hello.incarnation} of {hello.learner_id} was expelled; start the learner again"
         if (known is None or known.state == DISCONNECTED) and len(self.connected()) >= self._learners_max:
-            return f"{self._learners_max} learners are connected, the limit; raise protocol.learners_max"
+            return f"{self._learners_max} {FULL}; raise protocol.learners_max"
         if what := difference(self._fingerprint, hello.fingerprint, self.agreed):
             whose = "the first learner of the run" if what in self.agreed else "the syncer"
             value = {**self._fingerprint, **self.agreed}.get(what, "absent")

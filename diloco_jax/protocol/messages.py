@@ -28,6 +28,8 @@ SYNCER = "syncer"
 NO_VERSION = -1
 # Only the refusal of a process whose newer incarnation is known contains these words (also in sessions.py).
 STALE = "is stale"
+# Only a refusal that ends once another learner leaves contains these words.
+FULL = "learners are connected, the limit"
 # Name of the value in a report of metrics that holds the island's clock at sending, in seconds since 1970.
 OWN_TIME = "unix_s"
 # Names of the values that hold the number of the island's process, and a number of the machine that gave it.

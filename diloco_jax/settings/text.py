@@ -224,10 +224,9 @@ def _step(hint: Any, part: str) -> tuple[str, Any]:
 def _value(word: str, given: list[str], hint: Any) -> Any:
     """Read the value of a setting from its arguments; a value that is not plain text is YAML."""
     if typing.get_origin(hint) is tuple:
-        if len(given) == 1 and given[0].startswith("[") and given[0].endswith("]"):
-            # Also as in a YAML file.
-            return _as_yaml(word, given[0])
-        return given
+        # A shell without quotes gives a list as in a YAML file in several words. A pattern such as [ab]*.txt is plain.
+        listed = " ".join(given)
+        return _as_yaml(word, listed) if listed.startswith("[") and listed.endswith("]") else given
     if len(given) != 1:
         raise ValueError(
             f"{word} takes one value, not {len(given)} ({' '.join(given)})" if given else f"{word} needs a value"

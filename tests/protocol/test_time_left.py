@@ -36,6 +36,17 @@ def test_the_start_of_a_resumed_run_does_not_count() -> None:
         assert pace.left_s(54.0, earlier + 109) == pytest.approx(50.0)
 
 
+@pytest.mark.parametrize("step_s", [0.02, 0.5, 10.0, 90.0])
+def test_an_estimate_that_was_given_stays(step_s: float) -> None:
+    pace, given = TimeLeft(), False
+    for step in range(1, 200):
+        pace.step(step_s * step, step)
+        left_s = pace.left_s(step_s * step, 300)
+        assert left_s is not None or not given, step
+        given = left_s is not None
+    assert given
+
+
 def test_slow_first_steps_give_no_estimate_and_are_forgotten() -> None:
     """Islands still join in the first eight steps, of 3 s each; the others take 0.5 s."""
     pace, now_s = TimeLeft(), 10.0

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 # A learner is slow if its steps take so many times the median.
 SLOW_FACTOR = 2.0
 # A learner's step time is an average over about 1 / (1 - protocol.ema_decay) steps. While another one starts on its
-# machine, that average rises. So a learner is compared, and others with it, after so many times as many steps.
+# machine, that average rises. So it is compared only after SETTLES / (1 - protocol.ema_decay) steps.
 SETTLES = 3.0
 
 

@@ -42,7 +42,7 @@ class TimeLeft:
             points.pop()
         points.append((now_s, global_step))
         settled = self._first + STEPS_LEAST
-        while global_step >= settled + STEPS_LEAST and points[0][1] < settled and len(points) > 2:
+        while len(points) > 2 and points[0][1] < settled and global_step - points[1][1] >= STEPS_LEAST:
             points.popleft()
         while len(points) > 2 and points[1][0] <= now_s - window_s and global_step - points[1][1] >= STEPS_LEAST:
             points.popleft()

@@ -20,6 +20,7 @@ from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import (
+    FULL,
     OWN_MACHINE,
     OWN_PROCESS,
     OWN_TIME,
@@ -60,6 +61,11 @@ from diloco_jax.transport.trust.security import Denied
 FIRST_EPOCH = 1
 
 log = logging.getLogger(__name__)
+
+
+def is_final(reason: str) -> bool:
+    """Return whether another start of the learner would be refused for the same reason."""
+    return STALE not in reason and FULL not in reason
 
 
 class Joining(NamedTuple):
@@ -193,7 +199,7 @@ class Joined:
             self._link.connect()
         # Another attempt would fail like this one.
         except (Rejected, Denied) as error:
-            raise (ConnectionAbortedError if STALE in str(error) else RefusedForGood)(str(error)) from None
+            raise (RefusedForGood if is_final(str(error)) else ConnectionAbortedError)(str(error)) from None
         start_thread(self._link.run, "link", daemon=True)
         start_thread(self._link.beat, "heartbeat", daemon=True)
         log.info(f"{self.machine.learner_id}: waiting for the run's model and for the compiler")
@@ -351,9 +357,9 @@ class Joined:
             link.close(2.0)
 
     def check_end(self) -> None:
-        """Raise RefusedForGood if the syncer refused this learner, ConnectionError if only this incarnation."""
+        """Raise RefusedForGood if the syncer refuses this learner for good, ConnectionError if not for good."""
         kind, _, reason = self.finished.partition(": ")
-        if kind == "refused" and not self.machine.epoch and STALE not in reason:
+        if kind == "refused" and not self.machine.epoch and is_final(reason):
             raise RefusedForGood(f"the syncer at {self._address} refused this learner: {reason}")
         if kind in ("refused", "expelled"):
             raise ConnectionAbortedError(f"the syncer at {self._address} {kind} this incarnation: {reason}")

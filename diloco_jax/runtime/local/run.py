@@ -235,7 +235,7 @@ class LocalRun:
         assert syncer is not None
         if syncer.again_at_s is not None:
             if asked_to_stop or self._stop.is_set():
-                raise RunFailed("stopped while no syncer was running; --resume continues from the newest snapshot")
+                raise RunFailed(f"stopped while no syncer was running; to continue: {resume_command(self._run_dir)}")
             if time.monotonic() >= syncer.again_at_s:
                 # The new process listens at the address in the file.
                 self.address()

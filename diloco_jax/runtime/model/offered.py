@@ -100,8 +100,7 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
             if stop.is_set():
                 desk.close()
                 return None
-        arrived_s = time.monotonic()
-        size = f"{len(offer.values) / 1e6:,.1f} MB"
+        size = f"{len(offer.values) / 1e6:.1f} MB"
         pulse.phase(f"loading the model that {offer.learner_id} sent ({size}); islands wait for it")
         shapes, _ = read_layout(offer.layout)
         flat, values, start = np.frombuffer(offer.values, "<f4"), {}, 0
@@ -110,7 +109,7 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
             start += math.prod(shape)
         about = {"global_step": 0, "layout": offer.layout}
         model = OfferedModel(checkpoint.save(folder, {checkpoint.PARAMETERS: values}, about), desk)
-        model.arrived_s = arrived_s
+        model.arrived_s = offer.arrived_s
     except BaseException:
         desk.close()
         raise

@@ -103,7 +103,7 @@ def _await_model(transport: TransportConfig, learner_id: str, bring: Callable[[]
         if repeats(lasted_s) > repeated:
             repeated = repeats(lasted_s)
             since = f", for {lasted_s:.0f} s" if repeated else ""
-            log.info(f"{learner_id}: waiting for the syncer at {transport.address}, which loads the run's model{since}")
+            log.info(f"{learner_id}: waiting at {transport.address} until the syncer has the run's model{since}")
         time.sleep(POLL_S)
 
 

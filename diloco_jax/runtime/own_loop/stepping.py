@@ -5,6 +5,7 @@ of several processes, every process calls the same methods in the same order: th
 """
 
 import logging
+import sys
 import threading
 import time
 import traceback
@@ -32,7 +33,7 @@ from diloco_jax.runtime.own_loop.data_shard import DataShard
 from diloco_jax.runtime.own_loop.lagging import LaggingMetrics
 from diloco_jax.runtime.own_loop.loaders import Batches
 from diloco_jax.runtime.own_loop.trees import LoopArrays
-from diloco_jax.runtime.records.signals import stop_on_sigterm
+from diloco_jax.runtime.records.signals import WRONG_INPUT, RefusedForGood, end_now, stop_on_sigterm
 from diloco_jax.training.island_state import IslandState
 
 # A loop may read the samples of this many steps ahead.
@@ -258,6 +259,9 @@ class SteppedIsland:
         if error is not None and any(words in str(error) for words in DELETED):
             error.add_note(USED_UP)
         # The other processes may wait for this one in a collective, forever.
+        if self._several and isinstance(error, RefusedForGood):
+            sys.stderr.write(f"diloco_jax: {error}\n")
+            end_now(WRONG_INPUT)
         if self._several:
             traceback.print_exception(kind, error, where)
             die(f"host {jax.process_index()} failed")

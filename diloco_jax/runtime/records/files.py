@@ -3,6 +3,7 @@
 docs/architecture.md describes what each file holds. This module is light enough for processes that read no snapshot.
 """
 
+import contextlib
 import os
 import re
 import shlex
@@ -48,19 +49,28 @@ PROGRAMS = "programs"
 _STEP = "step_"
 
 
-def program() -> str:
-    """Return the shell's name of the `diloco` program: its path if the shell does not find it by its name."""
-    path = Path(sys.executable).with_name("diloco")
-    if shutil.which("diloco") or not path.exists():
-        return "diloco"
-    here = os.path.relpath(path)
-    return shlex.quote(here if len(here) < len(str(path)) else str(path))
+def command(*words: object) -> str:
+    """Return a shell command of the `diloco` program, with its path if the shell does not find it by its name."""
+    path, found = Path(sys.executable).with_name("diloco"), shutil.which("diloco")
+    program = ["diloco"]
+    if not path.exists():
+        program = [_short(Path(sys.executable)), "-m", "diloco_jax"]
+    elif found is None or not os.path.samefile(found, path):
+        program = [_short(path)]
+    return shlex.join([*program, *map(str, words)])
+
+
+def _short(path: Path) -> str:
+    """Return the shorter one of the absolute and the relative path."""
+    # The current folder may have been deleted.
+    with contextlib.suppress(OSError):
+        return min(str(path), os.path.relpath(path), key=len)
+    return str(path)
 
 
 def resume_command(run_dir: Path) -> str:
     """Return the shell command that resumes a run on this machine."""
-    folder = shlex.quote(str(run_dir))
-    return f"{program()} train {shlex.quote(str(run_dir / CONFIG_FILE))} --run-dir {folder} --resume"
+    return command("train", run_dir / CONFIG_FILE, "--run-dir", run_dir, "--resume")
 
 
 def new_run_dir(runs_dir: Path, name: str) -> Path:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from diloco_jax.runtime.records.files import HEALTH, SUMMARY_FILE, TAPE_FILE, program, resume_command
+from diloco_jax.runtime.records.files import CONFIG_FILE, HEALTH, SUMMARY_FILE, TAPE_FILE, command, resume_command
 from diloco_jax.runtime.records.signals import PARENT_ENV
 
 # Ten times the pause between two status files of a syncer.
@@ -138,7 +138,8 @@ def _trouble(run_dir: Path, said: Mapping[str, Any], process: _Seen | None, *, h
     if not (run_dir / TAPE_FILE).exists():
         again = "a data-parallel run cannot continue: start it again"
     elif said.get("supervisor") is None:
-        again = f"`{program()} syncer {run_dir}/config.yaml --run-dir {run_dir}` continues with the running islands; "
+        syncer = command("syncer", run_dir / CONFIG_FILE, "--run-dir", run_dir)
+        again = f"`{syncer}` continues with the running islands; "
         again += "if none runs, add --rewind, or let `diloco train` with --resume start all of them on one machine"
     if process is not None:
         pid = said["process"][0]

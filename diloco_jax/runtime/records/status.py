@@ -71,9 +71,8 @@ def compose_status(
         state = "stopped"
     waiting_for = syncer.waiting_for(now_s)
     if state == "running" and awaited and not syncer.membership.live:
-        state, rows = "starting", syncer.membership.members
-        connected = len(syncer.membership.connected())
-        waiting_for = f"islands, which are starting: {connected} of {len(rows)} connected"
+        state, connected = "starting", len(syncer.membership.connected())
+        waiting_for = f"islands, which are starting: {connected} of {connected + len(awaited)} connected"
     return status_of(
         run=run,
         state=state,

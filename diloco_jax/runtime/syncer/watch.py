@@ -10,8 +10,9 @@ from math import isfinite
 from typing import Any
 
 from diloco_jax.protocol.effects import Note
-from diloco_jax.protocol.member import DISCONNECTED
+from diloco_jax.protocol.member import ACTIVE, JOINING
 from diloco_jax.protocol.messages import (
+    DRAINED,
     OWN_MACHINE,
     OWN_PROCESS,
     OWN_TIME,
@@ -104,7 +105,9 @@ class Watch:
         """Record that a process of the syncer starts, how it starts (begin.py), and on what machine."""
         machine = self.context.machine
         if how == REWIND:
-            self._awaited = frozenset(machine.membership.members)
+            members = machine.membership.members.values()
+            left = {m.learner_id for m in members if m.goodbye == DRAINED or m.credit.expelled}
+            self._awaited = frozenset(machine.membership.members) - left
             self._awaited_until_s = self.context.clock.now_s() + BEGIN_S
         record = {"kind": "life", "t": self.context.clock.now_s(), "global_step": machine.global_step, "members": []}
         record |= {"epoch": machine.epoch, "reason": f"process {machine.epoch} of the syncer: {LIVES[how]}"}
@@ -227,7 +230,7 @@ class Watch:
         """Return an alarm; its remedy is what the supervisor does about an island whose process has ended."""
         told, member = alarm.as_dict(), self.context.machine.membership.members.get(alarm.who)
         if alarm.kind == "gone" and member is not None:
-            if member.state != DISCONNECTED:
+            if member.state in (JOINING, ACTIVE):
                 told["text"] = f"{alarm.past}, and is connected again"
                 told["remedy"] = f"nothing to do: this alarm ends if it stays connected for {CALM:g} s"
                 return told

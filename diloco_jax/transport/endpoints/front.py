@@ -35,7 +35,9 @@ CLOSE_S = 5.0
 DISAGREES_S = 5.0
 _FILES = "transport.tls_ca, tls_certificate and tls_key to the files that `diloco certs` made for"
 PLAIN = f"it does not speak TLS, which this syncer requires: set its {_FILES} its name"
-NO_CERTIFICATE = f"it has no valid certificate of this run's authority: set its {_FILES} its name"
+NO_CERTIFICATE = (
+    f"it has no valid certificate of this run's authority, or does not trust the syncer's: set its {_FILES} its name"
+)
 TLS = f"it speaks TLS, and this syncer does not: set the syncer's {_FILES} the syncer, or remove the caller's"
 _OFFER = bytes((len(BULK_PROTOCOL),)) + BULK_PROTOCOL.encode()
 # TLS calls it handshake.
@@ -62,6 +64,8 @@ class Front:
         self._inner = split_address(inner)
         self._on_bulk = on_bulk
         self._encrypted = config.encrypted
+        # Whether gRPC ends its connections because the run ends.
+        self.ends = False
         self._connections_max = config.connections_max
         # Threads that serve bulk connections.
         self._serving: set[threading.Thread] = set()
@@ -146,7 +150,9 @@ class Front:
     def _hand_over(self, stream: socket.socket) -> bool:
         self._serving = {each for each in self._serving if each.is_alive()}
         if len(self._serving) >= self._connections_max:
-            log.warning(f"refused a bulk connection: transport.connections_max is {self._connections_max}")
+            REFUSALS.tell(
+                _host_of(stream), f"a bulk connection too many: transport.connections_max is {self._connections_max}"
+            )
             return False
         thread = threading.Thread(target=self._on_bulk, args=(stream,), name="diloco-read-bulk", daemon=True)
         self._serving.add(thread)
@@ -177,14 +183,16 @@ class Front:
             inner.setblocking(False)
             await self._loop.sock_connect(inner, self._inner)
             began_s, name = self._loop.time(), _name_of(inner)
-            REFUSALS.forwards(name, _host_of(stream))
             for each in (inner, stream):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            REFUSALS.forwards(name, _host_of(stream))
             ways = [asyncio.create_task(self._pump(a, b)) for a, b in ((stream, inner), (inner, stream))]
             try:
                 done, left = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-                brief = self._loop.time() < began_s + DISAGREES_S and not self._closing.is_set()
-                if self._encrypted and brief and ways[1] in done and ways[0] not in done and not REFUSALS.ended(name):
+                brief = self._loop.time() < began_s + DISAGREES_S and not self.ends
+                # With what a caller has sent unread, gRPC's end is a reset.
+                by_grpc = ways[1] in done and ways[0] not in done
+                if self._encrypted and brief and by_grpc and not REFUSALS.ended(name):
                     REFUSALS.tell(_host_of(stream), NO_CERTIFICATE)
                 if left and not any(way.exception() for way in done):
                     await asyncio.wait(left, timeout=LINGER_S)

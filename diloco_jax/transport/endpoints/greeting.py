@@ -59,11 +59,13 @@ class Description(NamedTuple):
 
 
 class ModelOffer(NamedTuple):
-    """A model that a learner brought: who, its layout, and the bytes of its initial values."""
+    """The model that a learner sent: its sender, its layout, the bytes of its initial values, and when they arrived."""
 
     learner_id: str
     layout: str
     values: bytearray
+    # On the monotonic clock.
+    arrived_s: float
 
 
 def ask_description(config: TransportConfig, learner_id: str, *, numbered: bool = False) -> Description:
@@ -167,7 +169,7 @@ class ModelDesk:
         return offer
 
     @property
-    def waits_for(self) -> str:
+    def describe_wait(self) -> str:
         """Return why the run has not started, as a text that follows the name of the syncer."""
         what = f"{self._size / 1e6:,.1f} MB, for {time.monotonic() - self._since_s:.0f} s"
         if self._taken.is_set():
@@ -181,7 +183,7 @@ class ModelDesk:
         del request
         with refusing(context):
             self._gate.check(dict(context.invocation_metadata()))
-        context.abort(REFUSAL, f"the syncer {self.waits_for}")
+        context.abort(REFUSAL, f"the syncer {self.describe_wait}")
         return b""
 
     def close(self) -> None:
@@ -218,7 +220,7 @@ class ModelDesk:
                 return pb.OfferReply(message=f"{filled} of {size} bytes came, or they are damaged")
             began_s, self._since_s = self._since_s, time.monotonic()
             log.info(f"the model of {first.learner_id} has arrived in {self._since_s - began_s:.1f} s")
-            self._offer = ModelOffer(first.learner_id, first.layout, values)
+            self._offer = ModelOffer(first.learner_id, first.layout, values, self._since_s)
             self._taken.set()
             return pb.OfferReply(taken=True)
         except (DecodeError, ValueError) as error:

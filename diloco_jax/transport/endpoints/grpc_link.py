@@ -10,6 +10,7 @@ import contextlib
 import logging
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from diloco_jax.protocol.messages import (
     SyncerMessage,
 )
 from diloco_jax.protocol.releases import PROTOCOL
-from diloco_jax.transport.endpoints.front import Front
+from diloco_jax.transport.endpoints.front import NO_CERTIFICATE, Front
 from diloco_jax.transport.endpoints.greeting import DESCRIBE, DescriptionDesk
 from diloco_jax.transport.endpoints.probe import PROBE, ProbeDesk
 from diloco_jax.transport.link import (
@@ -331,6 +332,7 @@ class GrpcListener:
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
+        self._front.ends = True
         sessions = self.stop_admitting()
         # What was sent before is in the queues of the sessions then.
         self._cutting.shutdown(wait=True)
@@ -366,10 +368,15 @@ class GrpcListener:
 
     def _serve_bulk(self, stream: socket.socket) -> None:
         """Serve one bulk connection of one learner; this thread becomes its reader."""
+        host = ""
         try:
+            host = str(stream.getpeername()[0])
             connection, caller, ticket, number = accept_stripe(
                 stream, self._contexts.current(), self.config, calls.GREETING_S
             )
+        except ssl.SSLError:
+            REFUSALS.tell(host, NO_CERTIFICATE)
+            return
         except (OSError, EOFError) as error:
             log.debug(f"a bulk connection came to nothing: {error}")
             return
@@ -381,7 +388,7 @@ class GrpcListener:
             session, lane = find_lane(session, number, connection)
         except (Denied, Refused) as error:
             with contextlib.suppress(OSError):
-                REFUSALS.tell(str(stream.getpeername()[0]), str(error))
+                REFUSALS.tell(host, str(error))
             refuse_stripe(connection, str(error))
             return
         stripe = Stripe(session, lane, connection)

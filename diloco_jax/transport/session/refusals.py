@@ -1,18 +1,22 @@
 """Log lines about refused callers: few of them, whatever callers do.
 
 A caller that is refused tries again, perhaps for days, and anyone who reaches the port can be refused. So a pair of
-caller and reason gets one line per minute, and at most PAIRS_MAX pairs are remembered.
+caller and reason gets one line per minute, a caller at most CALLER_MAX, and at most PAIRS_MAX pairs are remembered.
 """
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from diloco_jax.protocol.texts import clean
+
 PAUSE_S = 60.0
-PAIRS_MAX = 64
+PAIRS_MAX, CALLER_MAX = 64, 4
 REASON_MAX = 600
+NUMBERS = re.compile(r"\d+")
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +46,17 @@ class Refusals:
 
     def tell(self, caller: str, reason: str) -> None:
         """Log a refusal, unless there was a line about it in the last minute."""
-        key, now_s = (caller, reason[:REASON_MAX]), self._now_s()
+        reason, now_s = clean(reason, REASON_MAX), self._now_s()
+        # Numbers may differ from one attempt to the next.
+        key = (caller, NUMBERS.sub("#", reason))
         with self._lock:
             pair = self._pairs.get(key)
             if pair is not None and now_s < pair.line_s + PAUSE_S:
                 pair.unsaid += 1
+                return
+            own = [known for known in self._pairs if known[0] == caller]
+            if pair is None and len(own) >= CALLER_MAX and now_s < self._pairs[own[0]].line_s + PAUSE_S:
+                self._others += 1
                 return
             if pair is None and len(self._pairs) >= PAIRS_MAX:
                 oldest = next(iter(self._pairs))
@@ -59,8 +69,8 @@ class Refusals:
             self._pairs.pop(key, None)
             self._pairs[key] = _Pair(now_s)
         more = [f"{unsaid} more times since the last line"] * bool(unsaid)
-        more += [f"{others} refusals of others had no line"] * bool(others)
-        log.warning(f"refused {caller}: {key[1]}" + f" ({'; '.join(more)})" * bool(more))
+        more += [f"{others} other refusals had no line"] * bool(others)
+        log.warning(f"refused {caller}: {reason}" + f" ({'; '.join(more)})" * bool(more))
 
     def forwards(self, inner: str, caller: str) -> None:
         """Note whose connection is forwarded to gRPC under the name `inner`."""

@@ -80,7 +80,7 @@ def test_a_whole_run_of_a_loop_needs_none_of_them(tmp_path: Path, run_dir: Path)
     lines = (run_dir / "logs" / "island-0.log").read_text(encoding="utf-8")
     told = re.findall(r"^[-0-9]+ [0-9:,]+ island-0: ([a-z ]+)", lines, re.MULTILINE)
     # An island waits for the syncer for as long as that loads the model, which may be too short for a line.
-    assert [line for line in told if line != "waiting for the syncer at "] == [
+    assert [line for line in told if line != "waiting at "] == [
         "connecting to the syncer at ",
         "found the run own",
         "the run has no model yet",

@@ -333,7 +333,7 @@ def test_a_loop_brings_its_model_when_the_island_that_was_faster_dies_on_the_way
     transport = TransportConfig(address="127.0.0.1:1", connect_timeout_s=1e-9)
     subject.introduce(transport, "b", {"w": jnp.ones(3)}, FORMS)
     assert next(replies, None) is None
-    assert "b: waiting for the syncer at 127.0.0.1:1, which loads the run's model" in caplog.messages
+    assert "b: waiting at 127.0.0.1:1 until the syncer has the run's model" in caplog.messages
 
 
 def test_a_model_that_the_run_cannot_take_is_refused_and_one_that_is_not_finite_not_brought(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_jax.runtime.records.files import program, resume_command
+from diloco_jax.runtime.records.files import command, resume_command
 
 
 @pytest.fixture
@@ -25,17 +25,22 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_program_that_the_shell_does_not_find_is_named_by_its_path(
     environment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert program() == ".venv/bin/diloco"
+    assert command() == ".venv/bin/diloco"
     monkeypatch.chdir("/")
-    (word,) = shlex.split(program())
+    (word,) = shlex.split(command())
     assert Path("/", word) == environment / "diloco"
     monkeypatch.setenv("PATH", str(environment))
-    assert program() == "diloco"
+    assert command() == "diloco"
 
 
-def test_a_program_without_a_script_has_its_plain_name(environment: Path) -> None:
+def test_the_program_of_another_environment_is_not_meant(environment: Path, tmp_path: Path) -> None:
+    (tmp_path / "diloco").touch(mode=0o755)
+    assert command("status") == ".venv/bin/diloco status"
+
+
+def test_a_program_without_a_script_is_a_module(environment: Path) -> None:
     (environment / "diloco").unlink()
-    assert program() == "diloco"
+    assert command() == ".venv/bin/python -m diloco_jax"
 
 
 def test_the_command_to_resume_is_one_for_the_shell(environment: Path) -> None:

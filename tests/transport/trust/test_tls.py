@@ -207,6 +207,7 @@ def test_refused_callers_are_in_the_syncers_log(
     run: Run, ends: Ends, theirs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(REFUSALS, "_pairs", {})
+    monkeypatch.setattr(REFUSALS, "_others", 0)
     believe(monkeypatch, "check_owner", "check_issued")
 
     def refused(**wrong: Any) -> list[str]:
@@ -226,6 +227,7 @@ def test_refused_callers_are_in_the_syncers_log(
     assert refused(folder=theirs, tls_ca=run.as_()["tls_ca"]) == [f"refused 127.0.0.1: {NO_CERTIFICATE}"]
     caplog.clear()
     monkeypatch.setattr(REFUSALS, "_pairs", {})
+    monkeypatch.setattr(REFUSALS, "_others", 0)
     with pytest.raises(TransportError):
         ends.connect(to=run.listener.address)
     assert f"refused 127.0.0.1: {PLAIN}" in caplog.messages
