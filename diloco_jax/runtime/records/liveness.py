@@ -183,15 +183,22 @@ def tell_phase(run_dir: Path, name: str, words: str) -> None:
 
 
 def read_phases(run_dir: Path) -> list[StartPhase]:
-    """Return the present phases of the starting processes of this folder, by name."""
+    """Return the present phases of the starting processes of this folder, by name, without those that are long dead."""
     found, now_s = [], time.time()
     for path in sorted((run_dir / HEALTH).glob(f"*{PHASE_SUFFIX}")):
         with contextlib.suppress(OSError):  # it is over
             words = path.read_text(encoding="utf-8", errors="replace")[:PHASE_LENGTH_MAX]
-            found.append(
-                StartPhase(path.name.removesuffix(PHASE_SUFFIX), words, max(0.0, now_s - path.stat().st_mtime))
-            )
+            name, ago_s = path.name.removesuffix(PHASE_SUFFIX), max(0.0, now_s - path.stat().st_mtime)
+            if ago_s < BEGIN_S or _lives(path.with_name(f"{name}.alive"), now_s):
+                found.append(StartPhase(name, words, ago_s))
     return [phase for phase in found if phase.words]
+
+
+def _lives(alive: Path, now_s: float) -> bool:
+    """Return whether a process has touched its sign of life lately; a killed one leaves its phase behind."""
+    with contextlib.suppress(OSError):
+        return now_s - alive.stat().st_mtime < BEGIN_S
+    return False
 
 
 def tell_restart(run_dir: Path, name: str, words: str) -> None:

@@ -2,11 +2,13 @@
 
 import gc
 import math
+import os
 import re
 import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from statistics import median
@@ -82,6 +84,11 @@ def test_files_say_that_a_loop_lives_and_is_ready(tmp_path: Path) -> None:
         assert alive.exists() and not ready.exists() and not read_phases(tmp_path)
         pulse.phase("compiling")
         assert [phase[:2] for phase in read_phases(tmp_path)] == [("a-h1", "compiling")]
+        written = tmp_path / "health" / "a-h1.phase"
+        os.utime(written, (0, time.time() - 400))
+        assert [phase.words for phase in read_phases(tmp_path)] == ["compiling"], "it takes long, and lives"
+        os.utime(alive, (0, time.time() - 400))
+        assert not read_phases(tmp_path), "a killed process left its phase"
         pulse.ready(True)
         assert ready.exists() and not read_phases(tmp_path)
         pulse.phase("recovering")
