@@ -144,6 +144,8 @@ class Member:
     # Its local step when leases were last sent.
     lease_step: int = 0
     step_s: float | None = None
+    # When its newest report arrived.
+    reported_s: float = 0.0
     loss: float = nan
     down: Downlink = field(default_factory=Downlink)
     credit: Credit = field(default_factory=Credit)
@@ -160,7 +162,7 @@ class Member:
             self.step_s = ema(self.step_s, report.step_s, config.ema_decay)
         if report.arrived and self.step_s is not None:
             self.down.record(report.arrived, config.overlap_steps * self.step_s, config.ema_decay, now_s)
-        self.local_step = report.local_step
+        self.local_step, self.reported_s = report.local_step, now_s
         self.tokens, self.reported_tokens, self.samples = tokens, report.tokens, report.samples
         self.global_step = report.global_step
         self.adopted = report.adopted

@@ -17,6 +17,7 @@ from typing import Any
 
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
 from diloco_jax.protocol.messages import FULL, STALE, SYNCER, Hello
+from diloco_jax.protocol.pacing import PACE_FACTOR, PACE_REPORTS
 from diloco_jax.protocol.releases import OLDEST, PROTOCOL
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -166,6 +167,15 @@ class Membership:
         live = [m for m in self.members.values() if m.state == ACTIVE and (among is None or m.learner_id in among)]
         times = sorted([m.step_s for m in live if m.step_s is not None])
         return times[(len(times) - 1) // 2] if times else None
+
+    def keeping_pace(self, now_s: float) -> list[Member]:
+        """Return the live learners whose steps are about as long as the median, and that have not stopped."""
+        step_s = self.median_step_s()
+        if step_s is None:
+            return []
+        live = [(m, m.step_s) for m in self.members.values() if m.state == ACTIVE and m.step_s is not None]
+        paced = [(m, each_s) for m, each_s in live if each_s <= PACE_FACTOR * step_s]
+        return [m for m, each_s in paced if now_s - m.reported_s < PACE_REPORTS * each_s]
 
     def usual_step_tokens(self, member: Member) -> float:
         """Return the lower median of the live learners' tokens per inner step.

@@ -21,6 +21,14 @@ WAIT_STEPS_MAX = 10.0
 GRACE_MIN_S_MAX = 10.0
 # Steps are short if this many of them take less than `grace_min_s`.
 SHORT_STEPS = 3
+# A learner keeps pace if its steps are at most this many times as long as the median ones.
+PACE_FACTOR = 1.25
+# A learner whose last report is older than this many of its steps has stopped, and rounds do not wait for it.
+PACE_REPORTS = 3.0
+# Rounds wait for learners that keep pace if fewer than this share of them was merged.
+PACE_SHARE = 0.75
+# The average of this share starts here, so that two rounds in a row with one of two learners suffice.
+FIRST_SHARE = 0.8
 # In the first turn of the fragments, a round waits this long for learners that have not made a step yet.
 FIRST_TURN_S = 1.0
 
@@ -60,6 +68,12 @@ class ProtocolConfig:
     grace_steps_max: float = 1.0
     """Cap of the grace window in inner steps. Raise it if slow islands miss rounds. With 0 and K = 1 a round merges one
     learner."""
+    grace_steps_min: float = 1.0
+    """Least grace window in inner steps, once rounds have merged fewer than 75 % of the learners that keep pace: those
+    that report, with steps at most 1.25 times as long as the median. It is at most grace_steps_max. Rounds then wait
+    for these learners although merges or links are so slow that Eq. 3 leaves no time. Otherwise such rounds merge only
+    the learner that reports first, and several rounds pass in one step. Without overlap (overlap_steps 0) it has no
+    effect. Lower it if it matters more that fragments arrive early. Set it to 0 to close rounds as the paper does."""
     grace_min_s: float = 0.1
     """Least grace window in seconds, minus three inner steps. It has an effect only if steps are shorter than a third
     of it and grace_steps_max is above 0. A round then waits for learners with such steps, even without slack. In the
@@ -157,7 +171,13 @@ class ProtocolConfig:
         factor = self.tokens_per_step_factor_max
         limits.append(("tokens_per_step_factor_max", factor == 0 or 1 <= factor < inf, "at least 1, or 0 for no limit"))
         limits.append(("grace_min_s", 0 <= self.grace_min_s <= GRACE_MIN_S_MAX, f"0 to {GRACE_MIN_S_MAX}"))
-        least = {"grace_steps_max": 0, "snapshot_every": 0, "lease_ahead_steps": 2, "strikes_max": 1}
+        least = {
+            "grace_steps_max": 0,
+            "grace_steps_min": 0,
+            "snapshot_every": 0,
+            "lease_ahead_steps": 2,
+            "strikes_max": 1,
+        }
         for name, number in {**least, "unmerged_rounds_max": 1}.items():
             limits.append((name, getattr(self, name) >= number, f"at least {number}"))
         for name, ok, limit in limits:
@@ -282,6 +302,20 @@ def grace_floor_s(config: ProtocolConfig, step_s: float | None) -> float:
     if step_s is None or not config.grace_steps_max:
         return 0.0
     return max(0.0, config.grace_min_s - SHORT_STEPS * step_s)
+
+
+def pace_floor_s(config: ProtocolConfig, step_s: float | None) -> float:
+    """Return the least wait of a round for learners that keep pace, if too few of them are merged.
+
+    Learners of equal speed may report at any distance from each other, up to one step. If merges or links take nearly
+    tau steps, Eq. 3 leaves no slack for that, and a round would merge only the learner that reports first.
+
+    Args:
+        step_s: xi_step as in `grace_window_s`.
+    """
+    if step_s is None or config.lockstep:
+        return 0.0
+    return min(config.grace_steps_min, config.grace_steps_max) * step_s
 
 
 class Closing(NamedTuple):

@@ -33,7 +33,11 @@ CONFIG_BYTES_MAX = 1 << 20
 WRITTEN_BY = "# diloco-jax"
 # The config in a run's folder lists all settings of its release. Configs of older releases lack the settings of this
 # table. With the values here, such a run decides as its release did.
-BEFORE: Mapping[str, Any] = {"protocol.grace_min_s": 0.0, "merge.pairs_max": LEARNERS_MAX_LIMIT}
+BEFORE: Mapping[str, Any] = {
+    "protocol.grace_min_s": 0.0,
+    "protocol.grace_steps_min": 0.0,
+    "merge.pairs_max": LEARNERS_MAX_LIMIT,
+}
 # Old names of settings, which this release still accepts.
 RENAMED: Mapping[str, str] = {"protocol.lease_s": "protocol.silence_s"}
 # Settings without an effect, which this release still accepts, and why they are gone.

@@ -60,7 +60,7 @@ def test_the_least_grace_window_is_grace_min_s_less_three_steps(
 
 def test_rounds_of_steps_of_milliseconds_merge_both_islands() -> None:
     assert contributors(quick()) > 1.9
-    assert contributors(quick(grace_min_s=0.0)) < 1.5, "or the test shows nothing"
+    assert contributors(quick(grace_min_s=0.0, grace_steps_min=0.0)) < 1.5, "or the test shows nothing"
 
 
 @pytest.mark.parametrize("step_s", [0.034, 0.05, 1.0])
@@ -177,10 +177,10 @@ def crowd_of(scenario: Scenario) -> list[Alarm]:
 
 
 def test_rounds_that_merge_few_of_the_live_islands_raise_an_alarm() -> None:
-    """With an overlap of one step there is no time for a grace window, so that rounds close with who came first."""
+    """With an overlap of one step Eq. 3 leaves no time for a grace window: rounds close with who came first."""
     hasty = replace(
         QUICK,
-        config=ProtocolConfig(sync_every=2, num_fragments=1, overlap_steps=1),
+        config=ProtocolConfig(sync_every=2, num_fragments=1, overlap_steps=1, grace_steps_min=0.0),
         learners=6,
         network=NetworkOptions(delay_s=0.1, jitter_s=0.05),
         step_s=0.5,
@@ -192,6 +192,7 @@ def test_rounds_that_merge_few_of_the_live_islands_raise_an_alarm() -> None:
     assert "learners on average, of" in alarm.text, alarm
     assert "protocol.quorum" in alarm.as_dict()["remedy"] and "grace" in alarm.as_dict()["remedy"]
     assert not crowd_of(replace(hasty, config=replace(hasty.config, sync_every=3, overlap_steps=2)))
+    assert not crowd_of(replace(hasty, config=replace(hasty.config, grace_steps_min=1.0)))
     chosen = replace(hasty.config, grace_steps_max=0.0)
     assert not crowd_of(replace(hasty, config=chosen)), "somebody has turned the grace window off"
     assert not crowd_of(replace(quick(), total_steps=2000))

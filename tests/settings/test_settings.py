@@ -317,7 +317,7 @@ def test_text_for_islands_of_the_release_before_has_old_names(caplog: pytest.Log
 def test_values_of_an_older_run_have_todays_names_and_the_values_that_the_run_used(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"{WRITTEN_BY} 0.2.0\nprotocol: {{lease_s: 15.0}}\n", encoding="utf-8")
-    assert read_settings(path)["protocol"] == {"silence_s": 15.0, "grace_min_s": 0.0}
+    assert read_settings(path)["protocol"] == {"silence_s": 15.0, "grace_min_s": 0.0, "grace_steps_min": 0.0}
 
 
 @pytest.mark.parametrize("words", [["*.a", "*.b"], ["[*a, *b]"], ["['*.a', '*.b']"], ["[one]"]])

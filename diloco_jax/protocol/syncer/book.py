@@ -23,7 +23,9 @@ from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, PullRequest
 from diloco_jax.protocol.pacing import (
+    FIRST_SHARE,
     FIRST_TURN_S,
+    PACE_SHARE,
     SHORT_STEPS,
     Closing,
     ProtocolConfig,
@@ -31,6 +33,7 @@ from diloco_jax.protocol.pacing import (
     ema,
     grace_floor_s,
     grace_window_s,
+    pace_floor_s,
 )
 from diloco_jax.protocol.syncer.evaluations import Evaluations
 from diloco_jax.protocol.syncer.progress import Downstream, Progress
@@ -54,7 +57,7 @@ class Round:
     closes_s: float | None = None
     # The round does not close before this time.
     paced_s: float = 0.0
-    # End of the grace window by Eq. 3, if grace_min_s keeps the round open for longer.
+    # End of the grace window by Eq. 3, if grace_steps_min or grace_min_s keeps the round open for longer.
     slack_s: float | None = None
     closed_s: float = 0.0
     # When pulls without an answer are repeated. The wait doubles each time, because on a slow link the values are in
@@ -114,7 +117,7 @@ class Round:
 
 
 class Pace(NamedTuple):
-    """Moving averages of Eq. 3, in seconds; None before the first sample.
+    """Moving averages of Eq. 3, in seconds and None before the first sample, and of the share that rounds merge.
 
     quorum_s is xi_quorum. merge_s is the part of xi_sync that the syncer sees, from closing a round to its new version.
     How long that version is in transit is measured per member (Membership.broadcast_s).
@@ -125,14 +128,27 @@ class Pace(NamedTuple):
 
     quorum_s: float | None = None
     merge_s: float | None = None
+    # Share of the learners that keep pace which rounds have merged.
+    share: float = FIRST_SHARE
+    # True while rounds wait for these learners longer than Eq. 3 allows.
+    awaits: bool = False
 
     def after_quorum(self, sample_s: float, step_s: float | None, config: ProtocolConfig) -> Pace:
         """Return the averages after a round that met its quorum so many seconds after it opened."""
-        return Pace(_averaged(self.quorum_s, sample_s, step_s, config), self.merge_s)
+        return self._replace(quorum_s=_averaged(self.quorum_s, sample_s, step_s, config))
 
     def after_merge(self, sample_s: float, step_s: float | None, config: ProtocolConfig) -> Pace:
         """Return the averages after a round that was pulled and merged so many seconds after it closed."""
-        return Pace(self.quorum_s, _averaged(self.merge_s, sample_s, step_s, config))
+        return self._replace(merge_s=_averaged(self.merge_s, sample_s, step_s, config))
+
+    def after_close(self, share: float, config: ProtocolConfig) -> Pace:
+        """Return the averages after a round that closed with this share of the learners that keep pace."""
+        share = ema(self.share, share, config.ema_decay)
+        return self._replace(share=share, awaits=self.awaits or share < PACE_SHARE)
+
+    def after_window(self, grace_s: float, least_s: float) -> Pace:
+        """Return the averages after Eq. 3 has left so many seconds for others: enough of them end the longer waits."""
+        return self._replace(share=FIRST_SHARE, awaits=False) if self.awaits and grace_s >= least_s else self
 
 
 def _averaged(average: float | None, sample_s: float, step_s: float | None, config: ProtocolConfig) -> float | None:
@@ -188,7 +204,7 @@ class RoundBook:
             if this.closes_s is None:
                 this.closes_s = self._begin_grace(this, now_s)
             if now_s < this.closes_s:
-                awaits = this.slack_s is not None and self._awaits_quick(this, late)
+                awaits = this.slack_s is not None and self._awaits(this, late, now_s)
                 # If no other learner is left to wait for, the round closes now.
                 if not awaits and fresh >= self.membership.live - len(late):
                     this.closes_s = now_s if now_s > this.paced_s else this.paced_s
@@ -264,6 +280,10 @@ class RoundBook:
         floor_s = grace_floor_s(self.config, step_s)
         if floor_s > 0 and self._starters(this):
             floor_s = max(floor_s, FIRST_TURN_S)
+        pace_s = pace_floor_s(self.config, step_s)
+        self.pace = self.pace.after_window(grace_s, pace_s)
+        if self.pace.awaits:
+            floor_s = max(floor_s, pace_s)
         this.slack_s = closes_s if now_s + floor_s > closes_s else None
         return max(closes_s, now_s + floor_s)
 
@@ -282,13 +302,18 @@ class RoundBook:
             return False
         return any(m.state == JOINING and m.total_steps == 0 for m in self.membership.members.values())
 
-    def _awaits_quick(self, this: Round, late: set[str]) -> bool:
-        """Return whether the round must wait for a learner with short steps, or for one that is still starting."""
+    def _awaits(self, this: Round, late: set[str], now_s: float) -> bool:
+        """Return whether the round must wait for a learner, though Eq. 3 does not leave time for it.
+
+        It waits for one with short steps, for one that keeps pace and has not stopped, and for one that is starting.
+        """
         counted, limit_s = self.fresh | late, self.config.grace_min_s / SHORT_STEPS
         for member in self.membership.members.values():
             missing = member.state == ACTIVE and member.learner_id not in counted
             if missing and member.step_s is not None and member.step_s < limit_s:
                 return True
+        if self.pace.awaits and any(m.learner_id not in counted for m in self.membership.keeping_pace(now_s)):
+            return True
         return self._starters(this)
 
     def _late(self, now_s: float) -> set[str]:
@@ -335,6 +360,9 @@ class RoundBook:
             return
         this.phase = PULLING
         this.closed_s = self.closed_s = now_s
+        paced = [m.learner_id for m in self.membership.keeping_pace(now_s) if m.learner_id not in late]
+        if len(paced) > 1:
+            self.pace = self.pace.after_close(len(self.fresh.intersection(paced)) / len(paced), self.config)
         this.resend_wait_s = max(self.config.resend_s, 2.0 * (self.pace.merge_s or 0.0))
         this.resend_s = now_s + this.resend_wait_s
         this.expires_s = now_s + self.config.pull_timeout_s

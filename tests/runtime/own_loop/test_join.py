@@ -132,7 +132,12 @@ def test_islands_with_steps_of_milliseconds_are_merged_together(tmp_path: Path, 
     changes = {"islands": {"command": command}, "train": {"steps": 300}, "protocol": {"sync_every": 6}}
     ended = run("train", write(tmp_path, **changes), "--json", "--run-dir", run_dir, timeout_s=200)
     summary = json.loads(ended.stdout.splitlines()[-1])
-    assert summary["complete"] and summary["contributors_per_round"] >= 1.8, ended.stderr
+    assert summary["complete"], ended.stderr
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    counts = [len(record["members"]) for record in records if record["kind"] == "merged"]
+    # On a busy machine one process may start seconds after the other, which then makes rounds alone.
+    together = counts[counts.index(2) :]
+    assert len(together) >= 20 and sum(together) >= 1.8 * len(together), (counts, ended.stderr)
     assert not {alarm["kind"] for alarm in summary["alarms"]} & {"few", "unmerged-fragments"}
 
 

@@ -1,0 +1,143 @@
+"""Rounds whose merges or links leave no time by Eq. 3 still merge the learners that are as fast as the others."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diloco_jax.protocol.pacing import FIRST_SHARE, PACE_SHARE, ProtocolConfig, pace_floor_s
+from diloco_jax.protocol.syncer.book import Pace
+from diloco_jax.sim.cluster import Cluster
+from diloco_jax.sim.network import NetworkOptions
+from diloco_jax.sim.scenario import Scenario
+from tests.protocol.pair import Pair
+
+# A pull and a merge take 1.7 steps of the two that a fragment has.
+LABOURED = Scenario(
+    config=ProtocolConfig(sync_every=24, num_fragments=4),
+    learners=2,
+    total_steps=400,
+    network=NetworkOptions(delay_s=0.01, jitter_s=0.01),
+    step_s=0.2,
+    step_noise=0.05,
+    speed_spread=0.0,
+    merge_s=0.34,
+    redials_s=(0.05,),
+)
+
+
+def ended(scenario: Scenario, **settings: Any) -> Cluster:
+    cluster = Cluster(replace(scenario, config=replace(scenario.config, **settings)))
+    cluster.run(10_000.0)
+    assert cluster.complete
+    return cluster
+
+
+def contributors(cluster: Cluster) -> float:
+    return cluster.syncer.progress.merged_parts / cluster.syncer.merged_rounds
+
+
+@pytest.mark.parametrize("learners", [2, 4])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_rounds_without_slack_merge_all_that_keep_pace(learners: int, seed: int) -> None:
+    scenario = replace(LABOURED, learners=learners, seed=seed)
+    hasty, patient = ended(scenario, grace_steps_min=0.0), ended(scenario)
+    assert contributors(hasty) < 0.7 * learners, "or the test shows nothing"
+    assert contributors(patient) > 0.85 * learners
+
+
+@pytest.mark.parametrize("merge_s", [0.01, 0.1])
+def test_rounds_with_slack_decide_as_without_it(merge_s: float) -> None:
+    scenario = replace(LABOURED, learners=4, merge_s=merge_s)
+    assert list(ended(scenario).host.tape) == list(ended(scenario, grace_steps_min=0.0).host.tape)
+
+
+@pytest.mark.parametrize(
+    ("settings", "step_s", "floor_s"),
+    [
+        ({}, None, 0.0),
+        ({}, 0.2, 0.2),
+        ({"grace_steps_min": 0.5}, 0.2, 0.1),
+        ({"grace_steps_min": 3.0, "grace_steps_max": 2.0}, 0.2, 0.4),
+        ({"grace_steps_max": 0.0}, 0.2, 0.0),
+        ({"overlap_steps": 0}, 0.2, 0.0),
+    ],
+)
+def test_the_least_window_is_a_number_of_steps(settings: dict[str, Any], step_s: float | None, floor_s: float) -> None:
+    assert pace_floor_s(ProtocolConfig(**settings), step_s) == pytest.approx(floor_s)
+
+
+def test_longer_windows_begin_with_two_bad_rounds_and_end_when_there_is_time() -> None:
+    config = ProtocolConfig()
+    once = Pace().after_close(0.5, config)
+    assert not once.awaits and once.share == pytest.approx(0.9 * FIRST_SHARE + 0.05)
+    twice = once.after_close(0.5, config)
+    assert twice.awaits and twice.share < PACE_SHARE
+    better = twice.after_close(1.0, config)
+    assert better.awaits and better.after_window(0.1, 0.2) == better, "Eq. 3 leaves too little time"
+    assert better.after_window(0.2, 0.2) == better._replace(share=FIRST_SHARE, awaits=False)
+
+
+def laboured(**settings: Any) -> Pair:
+    """Two learners of equal speed, half a step apart, of which rounds have merged one again and again."""
+    it = Pair(sync_every=2, num_fragments=2, **settings)
+    it.join("a", "b")
+    it.now_s = 1.0
+    for _ in range(4):
+        for name in ("a", "b"):
+            it.wait(0.5)
+            it.step(name, step_s=1.0)
+    it.syncer.rounds.pace = Pace(1.0, 2.0, 0.5, True)
+    return it
+
+
+def test_a_round_waits_for_a_learner_that_keeps_pace() -> None:
+    it = laboured()
+    closed = len(it.contributors())
+    it.wait(0.5)
+    it.step("a", step_s=1.0)
+    it.wait(0.4)
+    assert len(it.contributors()) == closed, "b is about to report"
+    it.step("b", step_s=1.0)
+    assert sorted(it.contributors()[closed]) == ["a", "b"]
+    it.check_replay()
+
+
+def test_a_learner_that_stops_is_not_waited_for_after_three_of_its_steps() -> None:
+    it = laboured()
+    closed = len(it.contributors())
+    waits_s = []
+    for _ in range(4):
+        it.wait(0.5)
+        began_s, before = it.now_s, len(it.contributors())
+        it.step("a", step_s=1.0)
+        while len(it.contributors()) == before and it.now_s < began_s + 5.0:
+            it.wait(0.1)
+        waits_s.append(it.now_s - began_s)
+    assert {name for names in it.contributors()[closed:] for name in names} == {"a"}
+    # The newest report of the other learner was a second old, then two and a half.
+    assert waits_s == pytest.approx([1.0, 1.0, 0.0, 0.0], abs=0.11)
+
+
+def test_a_slow_learner_is_not_waited_for() -> None:
+    it = laboured()
+    it.join("c")
+    for _ in range(2):
+        for name, step_s in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+            it.wait(0.3)
+            it.step(name, step_s=step_s)
+    closed = len(it.contributors())
+    for _ in range(3):
+        for name in ("a", "b"):
+            it.wait(0.5)
+            it.step(name, step_s=1.0)
+    # The first of these rounds counts a step that c had reported before.
+    assert it.contributors()[closed + 1 :] == [("a", "b")] * 2
+
+
+def test_averages_of_an_older_snapshot_have_no_share() -> None:
+    it = laboured()
+    state = it.syncer.rounds.state()
+    assert state["pace"][:4] == [1.0, 2.0, 0.5, True]
+    it.syncer.rounds.restore(state | {"pace": [1.0, 2.0, 7.0]})
+    assert it.syncer.rounds.pace == Pace(1.0, 2.0) and it.syncer.rounds.closed_s == 7.0
