@@ -79,7 +79,7 @@ def test_longer_windows_begin_with_two_bad_rounds_and_end_when_there_is_time() -
 
 
 def laboured(**settings: Any) -> Pair:
-    """Two learners of equal speed, half a step apart, of which rounds have merged one again and again."""
+    """Two learners of equal speed, half a step apart. Rounds have merged only one of them again and again."""
     it = Pair(sync_every=2, num_fragments=2, **settings)
     it.join("a", "b")
     it.now_s = 1.0
