@@ -1,5 +1,6 @@
 """Rounds whose merges or links leave no time by Eq. 3 still merge the learners that are as fast as the others."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -89,6 +90,38 @@ def laboured(**settings: Any) -> Pair:
             it.step(name, step_s=1.0)
     it.syncer.rounds.pace = Pace(1.0, 2.0, 0.5, True)
     return it
+
+
+def merged_share(cluster: Cluster) -> float:
+    """Return how much of the tokens of all learners was merged."""
+    members = cluster.syncer.membership.members.values()
+    return cluster.syncer.progress.merged_tokens / sum(member.total_tokens for member in members)
+
+
+def drawn(seed: int) -> Scenario:
+    """Draw learners, fragments, links and merges; merges and links take from next to nothing to all of tau steps."""
+    draw = random.Random(seed)
+    learners, step_s = draw.choice((2, 3, 4, 8)), draw.choice((0.05, 0.2, 1.0))
+    periods = {"sync_every": draw.choice((6, 24)), "num_fragments": draw.choice((2, 4, 6))}
+    delay_s, jitter_s = draw.choice((0.01, 0.1, 0.4)) * step_s, draw.choice((0.01, 0.2)) * step_s
+    return Scenario(
+        config=ProtocolConfig(**periods, overlap_steps=draw.choice((1, 2, 3))),
+        learners=learners,
+        total_steps=240,
+        network=NetworkOptions(delay_s=delay_s, jitter_s=jitter_s),
+        step_s=step_s,
+        step_noise=draw.choice((0.02, 0.2, 1.0)),
+        speed_spread=draw.choice((0.0, 0.1, 0.5, 1.0)),
+        merge_s=draw.choice((0.02, 0.3, 0.8, 1.5)) * step_s,
+        redials_s=(0.05,),
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_drawn_run_merges_less_of_its_work(seed: int) -> None:
+    hasty, patient = ended(drawn(seed), grace_steps_min=0.0), ended(drawn(seed))
+    assert contributors(patient) > contributors(hasty) - 0.1 and merged_share(patient) > merged_share(hasty) - 0.02
 
 
 def test_a_round_waits_for_a_learner_that_keeps_pace() -> None:
