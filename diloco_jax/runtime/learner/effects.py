@@ -337,15 +337,17 @@ class LinkKeeper(NamedTuple):
 
     def _reconnect(self, reason: str) -> None:
         """Connect again, without a limit of attempts, because training continues meanwhile."""
-        log.info(f"connection lost ({reason}); reconnecting, steps need no connection")
         self.decisions.apply(Learner.on_disconnected)
         # The step thread may wait for a fragment of this link.
         self.decisions.signals.woken.set()
         self.decisions.close_link(0.0)
         for attempt in itertools.count(1):
+            self.decisions.signals.stop.wait(RECONNECT_DELAYS_S[min(attempt, len(RECONNECT_DELAYS_S)) - 1])
+            # A syncer whose run is complete ends its connections, and the step thread learns of both meanwhile.
             if self.decisions.over:
                 return
-            self.decisions.signals.stop.wait(RECONNECT_DELAYS_S[min(attempt, len(RECONNECT_DELAYS_S)) - 1])
+            if attempt == 1:
+                log.info(f"connection lost ({reason}); reconnecting, steps need no connection")
             try:
                 return self.connect()
             except Rejected:
