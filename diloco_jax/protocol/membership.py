@@ -169,13 +169,21 @@ class Membership:
         return times[(len(times) - 1) // 2] if times else None
 
     def keeping_pace(self, now_s: float) -> list[Member]:
-        """Return the live learners whose steps are about as long as the median, and that have not stopped."""
+        """Return the live learners whose steps are about as long as the median, and that have not stopped.
+
+        A learner whose values rounds never get does not count, once it has its alarm.
+        """
         step_s = self.median_step_s()
         if step_s is None:
             return []
-        live = [(m, m.step_s) for m in self.members.values() if m.state == ACTIVE and m.step_s is not None]
-        paced = [(m, each_s) for m, each_s in live if each_s <= PACE_FACTOR * step_s]
-        return [m for m, each_s in paced if now_s - m.reported_s < PACE_REPORTS * each_s]
+        live = [m for m in self.members.values() if m.state == ACTIVE and not m.credit.alarmed]
+        return [
+            m
+            for m in live
+            if m.step_s is not None
+            and m.step_s <= PACE_FACTOR * step_s
+            and now_s - m.reported_s < PACE_REPORTS * m.step_s
+        ]
 
     def usual_step_tokens(self, member: Member) -> float:
         """Return the lower median of the live learners' tokens per inner step.

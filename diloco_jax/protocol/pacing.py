@@ -25,9 +25,10 @@ SHORT_STEPS = 3
 PACE_FACTOR = 1.25
 # A learner whose last report is older than this many of its steps has stopped, and rounds do not wait for it.
 PACE_REPORTS = 3.0
-# Rounds wait for learners that keep pace if fewer than this share of them was merged.
-PACE_SHARE = 0.75
-# The average of this share starts here, so that two rounds in a row with one of two learners suffice.
+# Rounds wait for learners that keep pace if Eq. 3 leaves time for fewer than this share of them, until it leaves time
+# for the second share.
+PACE_SHARE, ENOUGH_SHARE = 0.75, 0.85
+# The average of this share starts here. With the default ema_decay, two rounds with one of two learners suffice.
 FIRST_SHARE = 0.8
 # In the first turn of the fragments, a round waits this long for learners that have not made a step yet.
 FIRST_TURN_S = 1.0
@@ -69,11 +70,12 @@ class ProtocolConfig:
     """Cap of the grace window in inner steps. Raise it if slow islands miss rounds. With 0 and K = 1 a round merges one
     learner."""
     grace_steps_min: float = 1.0
-    """Least grace window in inner steps, once rounds have merged fewer than 75 % of the learners that keep pace: those
-    that report, with steps at most 1.25 times as long as the median. It is at most grace_steps_max. Rounds then wait
-    for these learners although merges or links are so slow that Eq. 3 leaves no time. Otherwise such rounds merge only
-    the learner that reports first, and several rounds pass in one step. Without overlap (overlap_steps 0) it has no
-    effect. Lower it if it matters more that fragments arrive early. Set it to 0 to close rounds as the paper does."""
+    """Least grace window in inner steps, while Eq. 3 leaves time for fewer than 75 % (a moving average) of the learners
+    that keep pace: those that report, with steps at most 1.25 times as long as the median. A value above
+    grace_steps_max counts as grace_steps_max. Rounds then wait for these learners although merges or links are slow.
+    Otherwise such rounds merge only the learner that reports first, and several rounds pass in one step. Without
+    overlap (overlap_steps 0) it has no effect. Lower it if it matters more that fragments arrive early. Set it to 0 to
+    close rounds as the paper does."""
     grace_min_s: float = 0.1
     """Least grace window in seconds, minus three inner steps. It has an effect only if steps are shorter than a third
     of it and grace_steps_max is above 0. A round then waits for learners with such steps, even without slack. In the

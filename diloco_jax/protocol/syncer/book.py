@@ -23,6 +23,7 @@ from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, PullRequest
 from diloco_jax.protocol.pacing import (
+    ENOUGH_SHARE,
     FIRST_SHARE,
     FIRST_TURN_S,
     PACE_SHARE,
@@ -117,7 +118,7 @@ class Round:
 
 
 class Pace(NamedTuple):
-    """Moving averages of Eq. 3, in seconds and None before the first sample, and of the share that rounds merge.
+    """Moving averages of Eq. 3, in seconds and None before the first sample, and whether Eq. 3 leaves time for enough.
 
     quorum_s is xi_quorum. merge_s is the part of xi_sync that the syncer sees, from closing a round to its new version.
     How long that version is in transit is measured per member (Membership.broadcast_s).
@@ -128,7 +129,7 @@ class Pace(NamedTuple):
 
     quorum_s: float | None = None
     merge_s: float | None = None
-    # Share of the learners that keep pace which rounds have merged.
+    # Share of the learners that keep pace: those that had reported when a round closed, or would have by Eq. 3 alone.
     share: float = FIRST_SHARE
     # True while rounds wait for these learners longer than Eq. 3 allows.
     awaits: bool = False
@@ -142,13 +143,9 @@ class Pace(NamedTuple):
         return self._replace(merge_s=_averaged(self.merge_s, sample_s, step_s, config))
 
     def after_close(self, share: float, config: ProtocolConfig) -> Pace:
-        """Return the averages after a round that closed with this share of the learners that keep pace."""
+        """Return the averages after a round; this share of the learners that keep pace was in time."""
         share = ema(self.share, share, config.ema_decay)
-        return self._replace(share=share, awaits=self.awaits or share < PACE_SHARE)
-
-    def after_window(self, grace_s: float, least_s: float) -> Pace:
-        """Return the averages after Eq. 3 has left so many seconds for others: enough of them end the longer waits."""
-        return self._replace(share=FIRST_SHARE, awaits=False) if self.awaits and grace_s >= least_s else self
+        return self._replace(share=share, awaits=share < (ENOUGH_SHARE if self.awaits else PACE_SHARE))
 
 
 def _averaged(average: float | None, sample_s: float, step_s: float | None, config: ProtocolConfig) -> float | None:
@@ -280,10 +277,8 @@ class RoundBook:
         floor_s = grace_floor_s(self.config, step_s)
         if floor_s > 0 and self._starters(this):
             floor_s = max(floor_s, FIRST_TURN_S)
-        pace_s = pace_floor_s(self.config, step_s)
-        self.pace = self.pace.after_window(grace_s, pace_s)
         if self.pace.awaits:
-            floor_s = max(floor_s, pace_s)
+            floor_s = max(floor_s, pace_floor_s(self.config, step_s))
         this.slack_s = closes_s if now_s + floor_s > closes_s else None
         return max(closes_s, now_s + floor_s)
 
@@ -360,9 +355,7 @@ class RoundBook:
             return
         this.phase = PULLING
         this.closed_s = self.closed_s = now_s
-        paced = [m.learner_id for m in self.membership.keeping_pace(now_s) if m.learner_id not in late]
-        if len(paced) > 1:
-            self.pace = self.pace.after_close(len(self.fresh.intersection(paced)) / len(paced), self.config)
+        self._judge_pace(this, late, now_s)
         this.resend_wait_s = max(self.config.resend_s, 2.0 * (self.pace.merge_s or 0.0))
         this.resend_s = now_s + this.resend_wait_s
         this.expires_s = now_s + self.config.pull_timeout_s
@@ -375,6 +368,17 @@ class RoundBook:
             self.effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
         for member in self.membership.live_members():
             self.downstream.repair(member, this.fragment_id)
+
+    def _judge_pace(self, this: Round, late: set[str], now_s: float) -> None:
+        """Average the share of the learners that keep pace and are in time by Eq. 3."""
+        if not pace_floor_s(self.config, self.membership.median_step_s()):
+            return
+        paced = [member for member in self.membership.keeping_pace(now_s) if member.learner_id not in late]
+        if len(paced) < 2:
+            return
+        closes_s = this.slack_s if self.pace.awaits and this.slack_s is not None else now_s
+        timely = [m for m in paced if m.learner_id in self.fresh and m.reported_s <= closes_s]
+        self.pace = self.pace.after_close(len(timely) / len(paced), self.config)
 
     @property
     def any_closed(self) -> bool:
