@@ -13,6 +13,9 @@ from diloco_jax.transport.session.stream import Lane, StreamSession
 from diloco_jax.transport.session.stripe import TICKET_BYTES, open_stripe
 from diloco_jax.transport.trust.security import Credentials
 
+# How long the status of a call may follow its headers.
+STATUS_S = 1.0
+
 
 class DialledStreams:
     """The streams of one session; `session.wait_ready` waits until all are open.
@@ -63,7 +66,8 @@ class DialledStreams:
                     ended = threading.Event()
                     self._ended.append(ended)
                     threading.Thread(target=self._run_stripe, args=(lane, ticket, ended), daemon=True).start()
-        elif self.first.is_active():
+        # A refused call has no ticket either. It counts as active until gRPC has read its status, which has the reason.
+        elif not self._ended[0].wait(STATUS_S) and self.first.is_active():
             self._session.refused = "refused"
             self._session.fail(f"it gave no ticket for bulk connections; this side speaks protocol {PROTOCOL}")
 
