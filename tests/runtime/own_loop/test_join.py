@@ -129,7 +129,7 @@ def test_an_island_of_two_hosts_joins_and_starts_again_when_the_loop_of_one_fail
 @pytest.mark.timeout(240)
 def test_islands_with_steps_of_milliseconds_are_merged_together(tmp_path: Path, run_dir: Path) -> None:
     command = [sys.executable, str(LOOP.with_name("quick_loop.py"))]
-    changes = {"islands": {"command": command}, "train": {"steps": 300}, "protocol": {"sync_every": 6}}
+    changes = {"islands": {"command": command}, "train": {"steps": 600}, "protocol": {"sync_every": 6}}
     ended = run("train", write(tmp_path, **changes), "--json", "--run-dir", run_dir, timeout_s=200)
     summary = json.loads(ended.stdout.splitlines()[-1])
     assert summary["complete"], ended.stderr
