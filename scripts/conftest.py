@@ -1,3 +1,3 @@
-"""The settings of the suite, for the tests that lie beside the programs which they test."""
+"""The settings of the suite, for the tests that are stored beside the programs which they test."""
 
-import tests.conftest  # noqa: F401
+from tests.conftest import pytest_configure  # noqa: F401

@@ -18,6 +18,8 @@ import hypothesis
 import jaxtyping
 import pytest
 
+from tests.meter import Meter
+
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "8",
@@ -80,5 +82,6 @@ jaxtyping.install_import_hook(["diloco_jax.core", "diloco_jax.training"], "beart
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ignore damaged programs, which are compiled again: a test may have killed the process that wrote one."""
+    """Measure what tests cost. Ignore damaged programs: a test may have killed the process that wrote one."""
+    config.pluginmanager.register(Meter(config))
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache entry")
