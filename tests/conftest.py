@@ -18,6 +18,8 @@ import hypothesis
 import jaxtyping
 import pytest
 
+from tests.extras import pytest_runtest_setup  # noqa: F401
+
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "8",
