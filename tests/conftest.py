@@ -18,6 +18,7 @@ import hypothesis
 import jaxtyping
 import pytest
 
+from tests.extras import pytest_runtest_setup  # noqa: F401
 from tests.meter import Meter
 
 SETTINGS = {

@@ -276,9 +276,9 @@ def test_an_operator_gets_through_a_long_run(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.net
+@pytest.mark.extra("parity")
 @pytest.mark.timeout(900)
 def test_a_cook_gets_through_the_recipes(folder: Path) -> None:
-    pytest.importorskip("torch", reason="the extra 'parity' has torch")
     told = follow("cookbook.md", folder)
     assert "complete: evaluation loss" in told[0]
     assert "verdict" in told[1] and "island-1" in told[4]
@@ -288,9 +288,9 @@ def test_a_cook_gets_through_the_recipes(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.net
+@pytest.mark.extra("parity")
 @pytest.mark.timeout(900)
 def test_adapters_are_rehearsed_with_a_tiny_model(folder: Path) -> None:
-    pytest.importorskip("peft", reason="the extra 'parity' has peft")
     told = follow("lora.md", folder)
     assert "complete: evaluation loss" in told[1]
     public, adapted, merged = (float(each) for each in re.findall(r"^\w[\w ]+ {2,}(\d\.\d{3})$", told[2], re.M))

@@ -69,6 +69,10 @@ LINKS = {
 }
 
 
+def marks_of(bench: Bench) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] * (bench in SLOW) + [pytest.mark.extra("parity")] * (bench.program == "pytorch")
+
+
 def results_of(program: str, words: list[str], timeout_s: float) -> list[dict[str, Any]]:
     """Run a bench, and return its JSON lines."""
     command = [sys.executable, str(BENCHES / f"{program}.py"), *words]
@@ -80,9 +84,7 @@ def results_of(program: str, words: list[str], timeout_s: float) -> list[dict[st
 
 @pytest.mark.net
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "bench", [pytest.param(each, id=each.program, marks=[pytest.mark.slow] * (each in SLOW)) for each in QUICK + SLOW]
-)
+@pytest.mark.parametrize("bench", [pytest.param(each, id=each.program, marks=marks_of(each)) for each in QUICK + SLOW])
 def test_it_runs(bench: Bench, tmp_path: Path) -> None:
     words = [str(write_config(tmp_path)) if word == "SMALL" else word for word in bench.words.split()]
     results = results_of(bench.program, [*words, *bench.job], 880)

@@ -9,7 +9,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
 
@@ -26,6 +25,8 @@ from tests.tools.view.made import made_run
 def test_init_writes_a_config_and_its_schema_once(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    import jsonschema
+
     target = tmp_path / "made" / f"{Path(name).name}.yaml"
     assert main(["init", name, "--dir", str(target.parent)]) == 0
     text = target.read_text(encoding="utf-8")
@@ -144,6 +145,7 @@ def call(site: Path, home: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.extra("dev")
 def test_a_wheel_has_what_the_commands_need(installed: Path, tmp_path: Path) -> None:
     assert (installed / "diloco_jax" / "py.typed").exists()
     monitoring = {path.name for path in (installed / "diloco_jax" / "configs" / "monitoring").iterdir()}
@@ -156,6 +158,7 @@ def test_a_wheel_has_what_the_commands_need(installed: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.net
+@pytest.mark.extra("dev")
 def test_a_wheel_trains_without_the_repository(installed: Path, tmp_path: Path) -> None:
     small = "--islands.count=1 --train.batch_size=4 --train.steps=2 --train.final_eval_batches=1"
     small += " --model.args.num_layers=1 --optimizer.warmup_steps=0"

@@ -9,20 +9,27 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+
+from diloco_jax.core import codec
+from diloco_jax.core.fragments import Fragment, plan_fragments, take
+from diloco_jax.runtime.own_loop.lagging import LaggingMetrics
+from diloco_jax.training.host_side.state import HostState
+from diloco_jax.training.whole_state.staging import read_shards
+from tests.extras import absent
+
+pytest.importorskip("torch", reason=absent("parity"))
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco_jax.core import codec
-from diloco_jax.core.fragments import Fragment, plan_fragments, take
-from diloco_jax.runtime.own_loop.lagging import LaggingMetrics
 from diloco_jax.torch.copies import as_tensor, fill, start_copy
 from diloco_jax.torch.holder import TorchArrays, TorchHolder
 from diloco_jax.torch.names import like_flax, placed_parameters, unwrapped
-from diloco_jax.training.host_side.state import HostState
-from diloco_jax.training.whole_state.staging import read_shards
+
+pytestmark = pytest.mark.extra("parity")
 
 OPTIMIZERS: dict[str, Any] = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),

@@ -14,7 +14,7 @@ import yaml
 
 from tests.runtime.helpers import ROOT, kill_processes, merged, notes, run, start, wait_for
 
-pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extra("parity"), pytest.mark.long, pytest.mark.net, pytest.mark.timeout(600)]
 
 HERE = Path(__file__).parent
 OWN: dict[str, Any] = {

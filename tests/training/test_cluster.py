@@ -18,8 +18,8 @@ from diloco_jax.training.data.documents import SourcePiece, TextSource
 from diloco_jax.training.data.tokenizing import StorePart, build_store
 from tests.training.test_stores import TEXTS, WRITERS, contents, write_jsonl
 
-ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 pytestmark = [
+    pytest.mark.extra("ray"),
     pytest.mark.long,
     pytest.mark.net,
     pytest.mark.timeout(400),

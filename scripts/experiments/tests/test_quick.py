@@ -20,6 +20,7 @@ FAST = ("parity", "failures")
 
 
 @pytest.mark.net
+@pytest.mark.extra("dev")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in names()])
 def test_it_runs(name: str, tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def test_join_is_imported_without_the_libraries_of_a_syncer() -> None:
     assert ended.stdout.strip() == "[] False"
 
 
+@pytest.mark.extra("parity")
 def test_an_island_of_pytorch_imports_no_part_of_pytorch_for_several_processes() -> None:
-    pytest.importorskip("torch")
     code = "import diloco_jax.torch, sys\nprint('torch.distributed.tensor' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "False", "it takes as long to import as PyTorch itself"

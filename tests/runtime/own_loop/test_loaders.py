@@ -59,7 +59,8 @@ def grain_loader() -> Any:
 
 
 def hugging_face() -> Any:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     found = datasets.IterableDataset.from_generator(lambda: ({"x": at} for at in range(SAMPLES)))
     return found.repeat(None).batch(BATCH)
 
@@ -86,7 +87,11 @@ def counted() -> Any:
     return diloco_jax.loader((number * number for number in itertools.count()), by_count=True)
 
 
-SOURCES = [grain_dataset, grain_prefetching, grain_mixed, grain_loader, hugging_face, Own, counted]
+# Hugging Face's `datasets` is installed with lm-eval.
+SOURCES = [
+    *(grain_dataset, grain_prefetching, grain_mixed, grain_loader, Own, counted),
+    pytest.param(hugging_face, marks=pytest.mark.extra("eval")),
+]
 
 
 def plain(batch: Any) -> Any:
@@ -183,9 +188,10 @@ def test_a_thread_that_waits_for_a_batch_delays_no_step_and_no_save() -> None:
     assert next(second) == 1
 
 
+@pytest.mark.extra("eval")
 def test_hugging_faces_shuffle_buffer_is_filled_again() -> None:
     """Its state has no samples of the buffer: a return skips or repeats about as many as the buffer holds."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
 
     def shuffled() -> Any:
         found = datasets.IterableDataset.from_generator(lambda: ({"x": at} for at in range(SAMPLES)))
@@ -296,12 +302,17 @@ def test_states_come_back_as_they_were(value: Any) -> None:
     assert found == value and type(found) is type(value)
 
 
-def test_arrays_and_tensors_come_back_bit_for_bit() -> None:
+def test_arrays_come_back_bit_for_bit() -> None:
     for array in (np.arange(6, dtype="<u2").reshape(2, 3).T, np.zeros((0, 3)), np.float32("nan"), np.bool_(True)):
         found = unpack(pack({"a": array}))["a"]
         assert type(found) is type(array) and found.dtype == array.dtype and found.shape == array.shape
         assert found.tobytes() == array.tobytes()
-    torch = pytest.importorskip("torch")
+
+
+@pytest.mark.extra("parity")
+def test_a_tensor_comes_back_bit_for_bit() -> None:
+    import torch
+
     state = torch.Generator().manual_seed(5).get_state()
     assert torch.equal(unpack(pack(state)), state)
 

@@ -46,10 +46,12 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.extra("parity")
 def test_transformers_opens_an_export_and_a_config_evaluates_it(
     public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    transformers = pytest.importorskip("transformers", reason="the extra 'parity' has torch and transformers")
+    import transformers
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(public / "llama")
     assert tokenizer.encode(TEXT[:200]) == open_tokenizer(public / "tokenizer").encode(TEXT[:200])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(public / "llama")

@@ -108,8 +108,9 @@ def test_orbax_opens_the_folder(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.extra("parity")
 def test_transformers_opens_the_folder_and_finds_what_export_writes(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
 
     config = RunConfig(model=model_of())
     values = drawn(config.model)

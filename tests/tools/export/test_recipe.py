@@ -74,10 +74,12 @@ def prepare(folder: Path, name: str) -> tuple[Path, Path]:
 @pytest.mark.net
 # Fast tests beside this one, and test_stores.py and test_mixture.py of tests/training, cover the parts.
 @pytest.mark.slow
+@pytest.mark.extra("parity")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ["ours", "gemma4_shared", "qwen3_5"])
 def test_continued_pre_training(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    transformers = pytest.importorskip("transformers", reason="the extra 'parity' has torch and transformers")
+    import transformers
+
     _, config = prepare(tmp_path, name)
     run_dir, out = tmp_path / "run", tmp_path / "out"
 

@@ -14,6 +14,7 @@ from diloco_jax.settings.text import load
 from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.models.config import SEEING_DECODER, LoraConfig, ModelConfig
 from diloco_jax.training.models.protocol import load_model, split_model
+from tests.extras import absent
 from tests.tools.export.folders import make_run, public
 
 MODEL = ModelConfig(preset="gemma4-e-seeing-tiny")
@@ -45,7 +46,7 @@ def test_a_folder_with_a_tower_returns_with_it(
     values = dict(Weights(folder / "gemma").read(seeing))
     run = make_run(tmp_path / "run", seeing, values, data={"images": {"soft_tokens": 4}})
     # Without a prompt, the text begins behind the image.
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    image = pytest.importorskip("PIL.Image", reason=absent("data"))
     image.new("RGB", (96, 48), "red").save(tmp_path / "red.png")
     words_of_sample = ["sample", str(run), "--image", str(tmp_path / "red.png"), "--tokens", "2", "--json"]
     capsys.readouterr()

@@ -104,8 +104,8 @@ def test_without_lm_eval_tasks_name_the_extra(
     assert "pip install -e '.[eval]'" in capsys.readouterr().err
 
 
+@pytest.mark.extra("eval")
 def test_scores_of_local_tasks(tmp_path: Path, known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("lm_eval", reason="the extra eval is not installed")
     from diloco_jax.tools.inference.harness import ask_tasks
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")

@@ -19,9 +19,10 @@ from diloco_jax.training.data.images import cut_image
 from diloco_jax.training.data.tokenizer import open_tokenizer
 from diloco_jax.training.models.config import SEEING_DECODER
 from diloco_jax.training.models.protocol import join_model, load_model, split_model
+from tests.extras import absent
 from tests.runtime.helpers import SMALL, merged
 
-pillow = pytest.importorskip("PIL.Image")
+pillow = pytest.importorskip("PIL.Image", reason=absent("data"))
 
 BEGIN, IMAGE, END = 256, 257, 258
 ARGS: dict[str, Any] = {

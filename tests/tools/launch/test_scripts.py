@@ -12,7 +12,7 @@ from tests.tools.launch.gcloud_flags import EVERYWHERE, FLAGS, command_of, flags
 from tests.tools.launch.helpers import GPU, Stage, plan
 
 WAYS = ("gke", "pathways", "gce", "tpu-vm")
-SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 
 
 @pytest.fixture(params=WAYS)
@@ -138,7 +138,7 @@ def calls_of_gcloud(folder: Path) -> list[list[str]]:
     return list(found.values())
 
 
-@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed")
+@pytest.mark.extra("dev")
 @pytest.mark.parametrize("way", [*WAYS, "slurm", "sky"])
 def test_shellcheck_finds_nothing(way: str, tmp_path: Path) -> None:
     stage = Stage(tmp_path, plan(way, *(GPU if way in ("slurm", "sky") else ())))

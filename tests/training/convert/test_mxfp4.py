@@ -11,16 +11,20 @@ import pytest
 from diloco_jax.training.convert.families import to_hf
 from diloco_jax.training.convert.mxfp4 import unpack
 from diloco_jax.training.convert.weights import Weights, write_weights
+from tests.extras import absent
 from tests.training.convert.cases import GPT_OSS
 from tests.training.convert.page import LIMIT
 from tests.training.convert.test_parity import bytes_of, error_of, logits_of_ours, logits_of_theirs, stacked
 from tests.training.convert.variants import Variant, make
 
-torch = pytest.importorskip("torch", reason="the extra parity is not installed")
-transformers = pytest.importorskip("transformers", reason="the extra parity is not installed")
-safetensors = pytest.importorskip("safetensors.numpy")
+torch = pytest.importorskip("torch", reason=absent("parity"))
+transformers = pytest.importorskip("transformers", reason=absent("parity"))
 
-pytestmark = [pytest.mark.usefixtures("quick_compiler"), pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.extra("parity"),
+    pytest.mark.usefixtures("quick_compiler"),
+    pytest.mark.filterwarnings("default"),  # theirs are theirs
+]
 
 FILE = "model.safetensors"
 PACKED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}

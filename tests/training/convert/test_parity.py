@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from diloco_jax.training.convert.families import family_name, from_hf, to_hf
 from diloco_jax.training.convert.table import FAMILIES
@@ -19,15 +20,16 @@ from diloco_jax.training.convert.weights import WRITTEN, Weights, write_weights
 from diloco_jax.training.models.config import SEEING_DECODER, ModelConfig, presets
 from diloco_jax.training.models.moe import decoder_of
 from diloco_jax.training.models.protocol import join_model, load_model, split_model
+from tests.extras import absent
 from tests.training.convert.cases import ALWAYS, GEMMA4, LIST, MINISTRAL
 from tests.training.convert.page import LIMIT, bless
 from tests.training.convert.variants import GEMMA, OWN_SIZES, SIZES, TOKENS, WINDOW, Variant, fill, kinds, make
 
-torch = pytest.importorskip("torch", reason="the extra parity is not installed")
-transformers = pytest.importorskip("transformers", reason="the extra parity is not installed")
-safetensors = pytest.importorskip("safetensors.numpy")
+torch = pytest.importorskip("torch", reason=absent("parity"))
+transformers = pytest.importorskip("transformers", reason=absent("parity"))
 
 pytestmark = [
+    pytest.mark.extra("parity"),
     pytest.mark.usefixtures("quick_compiler"),
     pytest.mark.filterwarnings("default"),  # theirs are theirs
 ]
@@ -212,14 +214,14 @@ def test_keys_that_shared_layers_do_not_use_are_skipped(tmp_path: Path) -> None:
     make(next(variant for variant in LIST if variant.name == "gemma4_shared"), tmp_path)
     weights = Weights(tmp_path)
     want = dict(weights.read(weights.model()))
-    found = safetensors.load_file(tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
     for name in ("k_proj", "v_proj", "k_norm"):
         found[f"model.layers.5.self_attn.{name}.weight"] = np.ones((16, 96), np.float32)
-    safetensors.save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
     again = dict(Weights(tmp_path).read(Weights(tmp_path).model()))
     assert again.keys() == want.keys() and all(np.array_equal(again[path], want[path]) for path in want)
     found["model.layers.5.self_attn.x_proj.weight"] = np.ones((16, 96), np.float32)
-    safetensors.save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="x_proj"):
         Weights(tmp_path).check(weights.model())
 
@@ -230,10 +232,10 @@ def test_layers_that_predict_several_tokens_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").unlink()
     found: dict[str, np.ndarray] = {}
     for path in tmp_path.glob("*.safetensors"):
-        found |= safetensors.load_file(path)
+        found |= load_file(path)
         path.unlink()
     found |= {"mtp.fc.weight": np.ones((96, 192), np.float32), "mtp.norm.weight": np.ones(96, np.float32)}
-    safetensors.save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(found, tmp_path / "model.safetensors", {"format": "pt"})
     again = dict(Weights(tmp_path).read(Weights(tmp_path).model()))
     assert again.keys() == want.keys() and all(np.array_equal(again[path], want[path]) for path in want)
 

@@ -9,17 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from diloco_jax.training.convert.families import from_hf, to_hf
 from diloco_jax.training.convert.weights import Weights, write_weights
 from diloco_jax.training.models.config import SEEING_DECODER, ModelConfig
 from diloco_jax.training.models.protocol import join_model, load_model, split_model
+from tests.extras import absent
 
-torch = pytest.importorskip("torch", reason="the extra parity is not installed")
-transformers = pytest.importorskip("transformers", reason="the extra parity is not installed")
-safetensors = pytest.importorskip("safetensors.numpy")
+torch = pytest.importorskip("torch", reason=absent("parity"))
+transformers = pytest.importorskip("transformers", reason=absent("parity"))
 
 pytestmark = [
+    pytest.mark.extra("parity"),
     pytest.mark.usefixtures("quick_compiler"),
     pytest.mark.filterwarnings("default"),  # theirs are theirs
 ]
@@ -133,7 +135,7 @@ def test_a_folder_computes_what_it_does_in_transformers_and_returns(
     described = to_hf(model)
     write_weights(tmp_path / "ours", model, values.items(), "float32", described["model_type"])
     (tmp_path / "ours" / "config.json").write_text(json.dumps(described))
-    before, after = (safetensors.load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
     assert before.keys() == after.keys()
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
     back = transformers.Gemma4ForConditionalGeneration.from_pretrained(tmp_path / "ours", attn_implementation="eager")

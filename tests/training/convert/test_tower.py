@@ -9,17 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from diloco_jax.training.convert.tensors import Mapped
 from diloco_jax.training.convert.tower import tower_tensors
 from diloco_jax.training.models.protocol import join_model, split_model
 from diloco_jax.training.models.tower import TowerConfig, VisionTower
+from tests.extras import absent
 
-torch = pytest.importorskip("torch", reason="the extra parity is not installed")
-transformers = pytest.importorskip("transformers", reason="the extra parity is not installed")
-safetensors = pytest.importorskip("safetensors.numpy")
+torch = pytest.importorskip("torch", reason=absent("parity"))
+transformers = pytest.importorskip("transformers", reason=absent("parity"))
 
 pytestmark = [
+    pytest.mark.extra("parity"),
     pytest.mark.usefixtures("quick_compiler"),
     pytest.mark.filterwarnings("default"),  # theirs are theirs
 ]
@@ -72,7 +74,7 @@ def make(clipped: bool, standardize: bool) -> Any:
 
 def load(folder: Path, config: TowerConfig) -> Any:
     """Our tower with the weights of a folder, which has no other tensors of a tower; they return bit for bit."""
-    files = safetensors.load_file(folder / "model.safetensors")
+    files = load_file(folder / "model.safetensors")
     theirs = {name: value for name, value in files.items() if "vision" in name}
     values, back = {}, {}
     for path, shape, hf, hf_shape, transposed in tower_tensors(config):

@@ -128,7 +128,6 @@ def test_gradients_are_those_of_the_recurrence() -> None:
 
 def theirs_of(layer: GatedDelta, model: str) -> Any:
     """The layer of transformers with the same parameters."""
-    pytest.importorskip("transformers", reason="the extra parity is not installed")
     import torch
     from transformers import Qwen3_5TextConfig, Qwen3NextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -164,6 +163,7 @@ def theirs_of(layer: GatedDelta, model: str) -> Any:
     return net.eval()
 
 
+@pytest.mark.extra("parity")
 @pytest.mark.parametrize("model", ["qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 def test_the_layer_is_that_of_transformers(length: int, model: str) -> None:
