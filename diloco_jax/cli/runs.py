@@ -226,7 +226,7 @@ def _await_syncer(
     from diloco_jax.runtime.records.status import known_address
     from diloco_jax.transport.endpoints.reach import await_listener
     from diloco_jax.transport.link import split_address
-    from diloco_jax.transport.trust.certificates import OutOfDate
+    from diloco_jax.transport.trust.names import OutOfDate
     from diloco_jax.transport.trust.security import credentials
 
     address = arguments.syncer or known_address(run_dir, config)

@@ -14,6 +14,7 @@ from tests.runtime.helpers import ROOT, kill_processes, run
 
 # The syncer, the commands and the built-in models use them.
 UNUSED = ("tokenizers", "safetensors", "tyro", "rich", "grain", "flax", "orbax", "prometheus_client", "torch")
+UNUSED += ("cryptography",)  # with certificates only
 LOADED = f"[name for name in {UNUSED} if name in sys.modules]"
 # An island loads it when it joins, after the settings of its cache.
 LATER = "numba"
