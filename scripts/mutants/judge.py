@@ -37,7 +37,7 @@ def copy_tree(root: Path, tests: Path, to: Path) -> Path:
 def pytest(tree: Path, arguments: Sequence[str], limit_s: float, **environment: str) -> tuple[int | None, str]:
     """Run pytest in a copy; returns its exit status (None if it hung) and the end of its output."""
     variables = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"} | environment
-    # A session of its own: what a hanging test started ends with it.
+    # A separate process group, so that what a hanging test started ends with it.
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", CHOICE, *arguments],
         cwd=tree, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
