@@ -28,7 +28,7 @@ from tests.runtime.helpers import (
     write_config,
 )
 
-pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.net
 
 # A loaded machine compiles for a minute.
 PATIENCE_S = 300
@@ -91,6 +91,7 @@ def jobs() -> Iterator[list[Job]]:
         kill_processes(job.run_dir)
 
 
+@pytest.mark.long
 def test_a_killed_island_returns_with_a_healthy_ones_state_and_nobody_waits(tmp_path: Path, jobs: list[Job]) -> None:
     """Then a new island joins, and leaves at a preemption notice; finally all islands are stopped."""
     job = Job(
@@ -179,6 +180,7 @@ def wait_for_donor(job: Job, names: tuple[str, ...]) -> str:
     raise AssertionError("nobody was asked for a state")
 
 
+@pytest.mark.long
 def test_an_island_without_peers_loads_what_it_saved_or_continues_from_the_syncer_alone(
     tmp_path: Path, jobs: list[Job]
 ) -> None:
@@ -248,6 +250,7 @@ def test_moments_that_travel_for_five_turns_arrive_and_no_round_waits_for_them(t
     job.end()
 
 
+@pytest.mark.nightly
 def test_stopping_while_the_inner_step_compiles_is_quick_and_polite(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(
         tmp_path, islands={"count": 1, "devices": 1}, model={"args": {**LARGE, "num_layers": 5, "seq_len_max": 32}}

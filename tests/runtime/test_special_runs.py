@@ -123,7 +123,7 @@ def test_in_lockstep_evaluations_do_not_change_a_bit(tmp_path: Path) -> None:
 PERIODS = {"sync_every": {"mlp": 4, "rest": 12}, "sync_later": {36: {"mlp": 8, "rest": 8}}, "num_fragments": 24}
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_run_in_base_3_is_replayed_bit_for_bit(tmp_path: Path) -> None:
     run_dir = trained(
@@ -162,3 +162,15 @@ def test_each_class_is_merged_at_its_turns_and_the_run_is_replayed_bit_for_bit(
     replayed(run_dir)
     audited = json.loads(call("audit", run_dir, "--json").stdout)
     assert audited["violations"] == 0 and audited["rounds"] == len(merged), audited
+
+
+@pytest.mark.nightly
+def test_islands_that_are_alike_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_TEST_PROGRAMS", str(tmp_path / "programs"))
+    config = write_config(tmp_path, model={"module": "diloco_jax.training.models.decoder:Decoder"})
+    kept = []
+    for island in ("island-0", "island-1"):
+        result = run("compile", config, "--island", island, "--run-dir", tmp_path)
+        assert result.returncode == 0, result.stderr
+        kept.append({path.name for path in (tmp_path / "programs").glob("*-cache")})
+    assert kept[0] == kept[1] and any(name.startswith("jit_train_step") for name in kept[0])

@@ -87,7 +87,7 @@ def test_a_run_that_was_merely_stopped_early_has_no_such_warning() -> None:
     assert "were never merged" in stats.unmerged, "a complete run has no more turns"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.net
 @pytest.mark.timeout(500)
 def test_a_run_with_odd_leaves_merges_them_and_says_what_it_was_too_short_for(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_resume_that_cannot_start_puts_back_what_the_folder_said(tmp_path: Pat
     assert {name: (tmp_path / name).read_text() for name in said} == said
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.net
 @pytest.mark.timeout(500)
 def test_a_run_survives_every_second_start_in_its_folder(folder: Path) -> None:

@@ -43,8 +43,8 @@ __all__ = ["folder"]  # a fixture
 @pytest.mark.timeout(500)
 def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
     # The syncer does not restart while the test looks.
-    job = Job(folder, syncer={"restart_delay_s": 600.0})
-    wait_for(lambda: len(complete(job.run_dir / "checkpoints")) >= 2, "two snapshots", 200)
+    job = Job(folder, 0.05, syncer={"restart_delay_s": 600.0})
+    wait_for(lambda: len(complete(job.run_dir / "checkpoints")) >= 2, "two snapshots")
     stop_and_kill_the_syncer(job)
     job.kill_everybody()
     status_of_the_dead(job.run_dir)
@@ -130,7 +130,7 @@ def test_a_stopped_run_resumes_and_its_tape_records_it(folder: Path) -> None:
         assert told.returncode == 0, told.stdout + told.stderr
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.net
 @pytest.mark.timeout(500)
 def test_a_complete_run_trains_longer_in_its_folder(folder: Path) -> None:

@@ -203,7 +203,7 @@ def test_join_refuses_stacks_that_are_not_described(axes: Any, words: str) -> No
         LoopState({path: jax.numpy.asarray(value) for path, value in values.items()}, None, axes)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.net
 @pytest.mark.timeout(240)
 def test_islands_that_store_layers_at_different_axes_are_merged(tmp_path: Path) -> None:

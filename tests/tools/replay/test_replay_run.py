@@ -34,8 +34,6 @@ from tests.runtime.helpers import (
     write_config,
 )
 
-pytestmark = [pytest.mark.long, pytest.mark.net, pytest.mark.timeout(900)]
-
 PATIENCE_S = 200.0
 
 
@@ -103,6 +101,7 @@ def _join(run_dir: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=settings, stdout=log, stderr=log, start_new_session=True)
 
 
+@pytest.mark.long
 def test_parameters_are_the_same_bit_for_bit(eventful: Path) -> None:
     lives = {path.name.rsplit(".", 2)[0]: 0 for path in (eventful / "tapes").iterdir()}
     assert lives.keys() == {"island-0", "island-1", "late"} and len(list((eventful / "tapes").iterdir())) >= 4
@@ -119,6 +118,7 @@ def test_parameters_are_the_same_bit_for_bit(eventful: Path) -> None:
     assert not found["difference"] and not found["step_difference"]
 
 
+@pytest.mark.long
 def test_every_sample_has_one_fate(eventful: Path) -> None:
     result = call("audit", eventful, "--json")
     found = json.loads(result.stdout)
@@ -128,6 +128,7 @@ def test_every_sample_has_one_fate(eventful: Path) -> None:
     assert found["exclusions_repeated"] == (eventful / "tape.jsonl").read_text().count('["merged"')
 
 
+@pytest.mark.long
 def test_one_wrong_number_is_noticed(eventful: Path, tmp_path: Path) -> None:
     """A value is said to be of one step earlier than it was: the round that it went into differs, and is named."""
     copy = tmp_path / "run"
