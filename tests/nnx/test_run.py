@@ -34,7 +34,6 @@ def starts(run_dir: Path, name: str) -> list[list[int]]:
 
 @pytest.mark.long
 @pytest.mark.net
-@pytest.mark.timeout(300)
 def test_a_module_and_a_split_state_are_killed_and_return_with_moments_and_statistics(
     tmp_path: Path, run_dir: Path
 ) -> None:

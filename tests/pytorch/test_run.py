@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.limits import HANGS_S
 from tests.runtime.helpers import ROOT, kill_processes, merged, notes, run, start, wait_for
 
 pytestmark = [pytest.mark.extra("parity"), pytest.mark.net]
@@ -49,7 +50,7 @@ def test_a_jax_and_a_pytorch_island_learn_as_two_of_either(
     for kinds in ("jax,jax", "jax,torch", "torch,torch"):
         monkeypatch.setenv("DILOCO_TEST_KINDS", kinds)
         folder = run_dir / kinds.replace(",", "-")
-        ended = run("train", path, "--quiet", "--run-dir", folder, timeout_s=190)
+        ended = run("train", path, "--quiet", "--run-dir", folder)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         found = [json.loads((folder / f"island-{number}.json").read_text()) for number in range(2)]
         summary = json.loads((folder / "summary.json").read_text())
@@ -72,7 +73,7 @@ def test_a_killed_pytorch_island_returns_with_its_moments_and_running_statistics
     wait_for(lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state")
     os.kill(pid_of(run_dir, "island-1"), signal.SIGKILL)
     wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1")
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=HANGS_S)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert process.returncode == 0 and summary["complete"] and summary["evaluated"], output
     assert summary["eval_loss"] < 0.6

@@ -17,7 +17,7 @@ STEP_S = 0.1
 
 
 def train(config: Path, run_dir: Path) -> None:
-    done = run("train", config, "--run-dir", run_dir, "--quiet", timeout_s=400, step_s=STEP_S)
+    done = run("train", config, "--run-dir", run_dir, "--quiet", step_s=STEP_S)
     assert done.returncode == 0, done.stdout + done.stderr
     audited = json.loads(call("audit", run_dir, "--json").stdout)
     assert audited["violations"] == 0 and audited["rounds"] > 10, audited

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.limits import HANGS_S
 from tests.runtime.helpers import ROOT, call, interrupted, json_lines, kill_processes, merged, notes, start, wait_for
 from tests.runtime.own_loop.test_join import OWN, island_pid
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.net
 
 HERE = Path(__file__).parent
 LOOP = HERE / "reading_loop.py"
@@ -158,7 +159,7 @@ def test_all_hosts_of_an_island_continue_at_the_same_batch(tmp_path: Path, run_d
     wait_for(lambda: all(any(states.glob(f"host-{host}-of-2/*.loader")) for host in (0, 1)), "states of both hosts")
     wait_for(lambda: len(list(islice(states.glob("host-0-of-2/*.json"), 2))) == 2, "a second state")
     os.kill(island_pid(run_dir, "island-0"), signal.SIGKILL)
-    output, _ = process.communicate(timeout=250)
+    output, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0, output
     (want,) = uninterrupted(sys.executable, 1, 400)
     found = {check_sequence(tmp_path, "island-0", want, host)[0] for host in (0, 1)}
@@ -171,7 +172,7 @@ def test_a_new_run_does_not_continue_at_the_position_of_another_run_in_its_folde
 ) -> None:
     changes = {"islands": {"count": 1}, "train": {"steps": 60}}
     for _ in range(2):
-        output, _ = train(tmp_path, sys.executable, **changes).communicate(timeout=250)
+        output, _ = train(tmp_path, sys.executable, **changes).communicate(timeout=HANGS_S)
         assert run_dir.joinpath("summary.json").exists(), output
         # The syncer's part of the folder is lost, as on another machine.
         shutil.move(run_dir / "states", tmp_path / "states")

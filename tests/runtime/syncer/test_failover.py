@@ -23,6 +23,7 @@ from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.runtime.syncer.run import ADRIFT_S, FAREWELL_S, LATE_S, SUBSCRIBERS_S, SyncerDriver
 from diloco_jax.transport.link import Delivery
 from diloco_jax.transport.session.calls import ask_status
+from tests.limits import HANGS_S
 from tests.runtime.helpers import (
     SLOW_STEP_S,
     STEP_S,
@@ -73,7 +74,7 @@ class Job:
 
     def finish(self) -> tuple[str, dict[str, Any]]:
         """Wait for the end; what was said, and the summary."""
-        output, _ = self.process.communicate(timeout=300)
+        output, _ = self.process.communicate(timeout=HANGS_S)
         assert self.process.returncode == 0, output
         return output, json.loads((self.run_dir / "summary.json").read_text())
 
