@@ -19,6 +19,7 @@ import jaxtyping
 import pytest
 
 from tests.extras import pytest_runtest_setup  # noqa: F401
+from tests.limits import pytest_collection_modifyitems  # noqa: F401
 from tests.meter import Meter
 
 SETTINGS = {

@@ -27,7 +27,7 @@ DEAREST = 20
 # What one piece of `pace` takes on an idle core of the machine that measured the budget.
 PIECE_S = 0.022
 MISSING = re.compile(r"the extra ([\w-]+) is not installed")
-LEFT_OUT = ("long", "slow", "trainers", "device")
+LEFT_OUT = ("long", "nightly", "slow", "trainers", "device")
 COLLECTION = "collection"
 
 

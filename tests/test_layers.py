@@ -18,6 +18,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.limits import HANGS_S
+
 PACKAGE = "diloco_jax"
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -289,7 +291,7 @@ def test_no_two_classes_share_a_name() -> None:
 def test_simulator_starts_without_jax() -> None:
     code = "import sys, diloco_jax.sim.invariants.__main__; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     command, around = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
-    result = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=HANGS_S)
     assert result.returncode == 0, result.stderr or "the simulator or its checkers import jax or numpy"
 
 
@@ -300,7 +302,7 @@ import sys, diloco_jax.runtime.learner.run, diloco_jax.training.models.decoder
 sys.exit(", ".join(name for name in {heavy} if name in sys.modules) or 0)
 """
     command, around = [sys.executable, "-c", code], os.environ | {"JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=HANGS_S)
     assert result.returncode == 0, result.stderr
 
 

@@ -27,11 +27,10 @@ from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from tests.limits import HANGS_S
 from tests.protocol.pair import Pair
 from tests.runtime.models import gradient, make_model, merge
 from tests.sockets import listening
-
-WAIT_S = 30.0
 
 
 @pytest.mark.parametrize("recovers", [False, True])
@@ -100,7 +99,7 @@ def test_2_bulk_on_a_10_mbit_link_does_not_starve_heartbeats(listener: GrpcListe
             link.send(Heartbeat("a", 0))
         heard: list[Any] = []
         while not any(isinstance(message, FragmentValue) for message in heard):
-            delivery = listener.receive(WAIT_S)
+            delivery = listener.receive(HANGS_S)
             assert delivery is not None and delivery.kind == "message", delivery
             heard.append(delivery.message)
         assert len(heard) == beats + 1, "every beat overtakes the payload"
@@ -293,7 +292,7 @@ def test_8_no_island_advertises_an_address(listener: GrpcListener) -> None:
     assert listening(os.getpid()), "the syncer does, and the test can see it"
     child = subprocess.Popen([sys.executable, "-c", CHILD, listener.address], cwd=os.getcwd())
     try:
-        delivery = listener.receive(WAIT_S)
+        delivery = listener.receive(HANGS_S)
         assert delivery is not None and isinstance(delivery.message, Heartbeat), delivery
         assert listening(child.pid) == []
     finally:

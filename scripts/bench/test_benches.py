@@ -83,7 +83,6 @@ def results_of(program: str, words: list[str], timeout_s: float) -> list[dict[st
 
 
 @pytest.mark.net
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("bench", [pytest.param(each, id=each.program, marks=marks_of(each)) for each in QUICK + SLOW])
 def test_it_runs(bench: Bench, tmp_path: Path) -> None:
     words = [str(write_config(tmp_path)) if word == "SMALL" else word for word in bench.words.split()]
@@ -102,7 +101,6 @@ def test_a_week_of_four_islands_takes_less_than_200_megabytes() -> None:
 
 @NEEDS_ROOT
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", LINKS)
 def test_one_over_links_runs(name: str) -> None:
     [result] = results_of("wan", [name, *LINKS[name].split(), "--json"], 580)
@@ -111,7 +109,6 @@ def test_one_over_links_runs(name: str) -> None:
 
 @NEEDS_ROOT
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_bytes_of_a_run_are_its_payload_and_little_else() -> None:
     words = "bytes --islands 2 --model 1m --steps 48 --rate-mbit 200 --json --up bfloat16"
     [result] = results_of("wan", words.split(), 380)
@@ -124,7 +121,6 @@ def test_bytes_of_a_run_are_its_payload_and_little_else() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_kill_of_one_of_three_beside_torchft_runs() -> None:
     if not (ROOT / ".bench" / "torchft" / ".stamp").exists():
         pytest.skip("PyTorch and torchft are not here; ./scripts/bench/vs_torchft installs them once")

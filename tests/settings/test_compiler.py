@@ -9,6 +9,7 @@ import pytest
 
 from diloco_jax.runtime.records.files import PROGRAMS
 from diloco_jax.settings.compiler import host_kind
+from tests.limits import HANGS_S
 from tests.runtime.helpers import environment, write_config
 
 PROCESS = """
@@ -26,7 +27,7 @@ print(int(jax.jit(lambda x: 2 * x + 1)(20)), len(hits))
 
 def python(words: str, *arguments: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", words, *map(str, arguments)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=True)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS_S, check=True)
 
 
 def start(run_dir: Path, **changes: str) -> tuple[str, str]:

@@ -27,6 +27,7 @@ from diloco_jax.training.optimizers import OptimizerConfig, make_inner
 from diloco_jax.training.sharding import MeshConfig
 from diloco_jax.training.state import Params, TrainState
 from diloco_jax.training.train_step import make_train_step, model_loss
+from tests.limits import HANGS_S
 from tests.sockets import free_port
 from tests.training.islands import MakeIsland, assert_same, part, pointers, train
 from tests.training.one_host import CASES, Alone, exercise
@@ -270,9 +271,6 @@ def test_narrow_parameters_and_their_moments_stay_narrow(dtype: str, accumulate_
     assert jax.tree.map(lambda leaf: leaf.dtype, after) == jax.tree.map(lambda leaf: leaf.dtype, state)
 
 
-PATIENCE_S = 600
-
-
 @pytest.fixture(scope="module")
 def of_hosts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndarray]]:
     """Return what each of two processes found."""
@@ -289,7 +287,7 @@ def of_hosts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndar
             processes.append(subprocess.Popen(words, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
         for process, path in zip(processes, logs, strict=True):
-            assert process.wait(PATIENCE_S) == 0, path.read_text()[-3000:]
+            assert process.wait(HANGS_S) == 0, path.read_text()[-3000:]
     finally:
         for process in processes:
             process.kill()
@@ -302,7 +300,6 @@ def of_hosts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndar
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_two_processes_give_the_parts_of_what_one_gives(of_hosts: list[dict[str, np.ndarray]], case: int) -> None:
     alone = exercise(case, Alone())

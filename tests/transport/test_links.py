@@ -11,7 +11,8 @@ import pytest
 from diloco_jax.protocol import messages as m
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import LinkClosed, Rejected, TransportConfig, TransportError, split_address
-from tests.transport.ends import CONFIG, LIMIT, WAIT_S, Ends, comes_true, greet, hear, hear_end, hear_message, value
+from tests.limits import HANGS_S
+from tests.transport.ends import CONFIG, LIMIT, Ends, comes_true, greet, hear, hear_end, hear_message, value
 
 pytestmark = pytest.mark.net
 
@@ -153,7 +154,7 @@ def test_learner_that_closes_is_noticed_once_after_its_last_words(ends: Ends, li
     for number in range(4):
         link.send(value(number, len(payload)), payload)
     link.send(m.Leave("a", 0, "done"))
-    link.close(WAIT_S)
+    link.close(HANGS_S)
     heard = [hear_message(listener) for _ in range(5)]
     assert sorted(type(message).__name__ for message in heard) == ["FragmentValue"] * 4 + ["Leave"]
     hear_end(listener, "closed by")
@@ -171,7 +172,7 @@ def test_syncer_that_closes_is_noticed_once_after_its_last_words(ends: Ends, lis
         for version in range(4):
             assert listener.send(name, m.GlobalFragment(version, 0, version, 1, 99, len(payload)), payload)
         assert listener.send(name, m.Stop(9, "complete"))
-    listener.close(WAIT_S)
+    listener.close(HANGS_S)
     for link in links.values():
         heard = {type(each.message): each.payload for each in (hear(link) for _ in range(5))}
         assert heard == {m.GlobalFragment: payload, m.Stop: b""}
@@ -227,7 +228,7 @@ def test_no_thread_outlives_its_session_or_holds_the_process(ends: Ends) -> None
     assert all(thread.daemon for thread in made)
     ends.close()
     for thread in ours:
-        thread.join(WAIT_S)
+        thread.join(HANGS_S)
         assert not thread.is_alive(), thread.name
 
 

@@ -17,8 +17,6 @@ from diloco_jax.runtime.island.saved_states import SavedStates, StateName
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.staging import check_fits, stage_shards
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def name(global_step: int, incarnation: int = 5) -> StateName:
     return StateName(incarnation, 40, global_step, (1 << 63, 0, 3))

@@ -34,11 +34,11 @@ from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.transport.endpoints.grpc_link import listen
 from diloco_jax.transport.link import Rejected, TransportConfig
+from tests.limits import HANGS_S
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.net
 
 M = TypeVar("M")
-WAIT_S = 60.0
 # The model is wide enough for moments of several chunks.
 WIDTH = 40_000
 
@@ -99,7 +99,7 @@ class Script:
 
     def await_message(self, kind: type[M], payload: bool = False) -> Any:
         """Return the next message of a kind; the others are kept in `heard`."""
-        ends_s = time.monotonic() + WAIT_S
+        ends_s = time.monotonic() + HANGS_S
         while time.monotonic() < ends_s:
             delivery = self.listener.receive(1.0)
             if delivery is None or delivery.message is None:
@@ -139,7 +139,7 @@ class Script:
 
     def end(self) -> None:
         self.stop.set()
-        self._thread.join(WAIT_S)
+        self._thread.join(HANGS_S)
         assert not self._thread.is_alive()
         self.listener.close(0.0)
 
@@ -168,7 +168,7 @@ def test_a_conversation_from_hello_to_stop_and_its_tape(script: Script) -> None:
     assert anchor.payload_bytes == len(payload)
     script.say(messages.Stop(3, "the run is complete"))
     assert script.await_message(messages.Leave).reason == "the run is complete"
-    script._thread.join(WAIT_S)
+    script._thread.join(HANGS_S)
     assert script.reason == "the run is complete"
     tape = script.tape()
     assert tape[0] == ["begin", NAME, INCARNATION, 8, list(STAMP)]
@@ -207,7 +207,7 @@ def test_of_the_values_that_came_during_a_step_only_the_newest_is_adopted(
 
     def wait_long(island: Island, handle: StepHandle) -> dict[str, float]:
         began.set()
-        may_end.wait(WAIT_S)
+        may_end.wait(HANGS_S)
         return wait(island, handle)
 
     monkeypatch.setattr(Island, "wait", wait_long)
@@ -229,7 +229,7 @@ def test_expulsion_ends_this_incarnation_and_says_why(script: Script) -> None:
     script.admit()
     script.await_message(messages.StepReport)
     script.say(messages.Expel("three values were NaN"))
-    script._thread.join(WAIT_S)
+    script._thread.join(HANGS_S)
     assert isinstance(script.error, ConnectionAbortedError)
     assert "expelled this incarnation: three values were NaN" in str(script.error)
     assert script.tape()[-1][:2] == ["end", "expelled: three values were NaN"]
@@ -238,14 +238,14 @@ def test_expulsion_ends_this_incarnation_and_says_why(script: Script) -> None:
 def test_refusal_is_wrong_input_at_first_and_bad_luck_later(script: Script, tmp_path: Path) -> None:
     script.await_message(messages.Hello)
     script.say(messages.Refuse("model layout differs"))
-    script._thread.join(WAIT_S)
+    script._thread.join(HANGS_S)
     assert type(script.error) is RefusedForGood and "refused this learner: model layout differs" in str(script.error)
     script.end()
     later = Script(tmp_path, incarnation=8)
     later.admit()
     later.await_message(messages.StepReport)
     later.say(messages.Refuse("the run went back to a snapshot; start the learner again"))
-    later._thread.join(WAIT_S)
+    later._thread.join(HANGS_S)
     later.end()
     assert isinstance(later.error, ConnectionAbortedError) and "start the learner again" in str(later.error)
 
@@ -338,7 +338,7 @@ def test_a_foreign_state_is_refused_and_training_begins_without(script: Script) 
 
 def test_hearts_beat_while_the_compiler_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
-    monkeypatch.setattr(Island, "warm_up", lambda island, shape: may_end.wait(WAIT_S))
+    monkeypatch.setattr(Island, "warm_up", lambda island, shape: may_end.wait(HANGS_S))
     script = Script(tmp_path)
     script.admit()
     for _ in range(3):
@@ -354,14 +354,14 @@ def test_hearts_beat_while_a_value_is_read(script: Script, monkeypatch: pytest.M
 
     def slowly(values: adoptions.GlobalValues, *arguments: Any) -> adoptions.ArrivedValue:
         reading.set()
-        assert may_end.wait(WAIT_S)
+        assert may_end.wait(HANGS_S)
         return read(values, *arguments)
 
     script.admit()
     script.await_message(messages.StepReport)
     monkeypatch.setattr(adoptions.GlobalValues, "read", slowly)
     script.give(1, 1, 2.0)
-    assert reading.wait(WAIT_S)
+    assert reading.wait(HANGS_S)
     # The link thread gives no ticks now. Heartbeats that it sent before are at most as many as its inbox holds here.
     while script.listener.receive(0.0) is not None:
         pass

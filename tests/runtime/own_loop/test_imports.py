@@ -57,7 +57,6 @@ def test_an_island_of_pytorch_imports_no_part_of_pytorch_for_several_processes()
 
 
 @pytest.mark.net
-@pytest.mark.timeout(120)
 def test_a_whole_run_of_a_loop_needs_none_of_them(tmp_path: Path, run_dir: Path) -> None:
     loop, config = tmp_path / "loop.py", tmp_path / "own.yaml"
     loop.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{LOOP}", encoding="utf-8")

@@ -18,8 +18,7 @@ from diloco_jax.runtime.own_loop import loaders
 from diloco_jax.runtime.own_loop.data_shard import DataShard
 from diloco_jax.runtime.own_loop.loaders import Batches, loader_of
 from diloco_jax.runtime.own_loop.plain import pack, unpack
-
-pytestmark = pytest.mark.timeout(60)
+from tests.limits import HANGS_S
 
 SAMPLES, BATCH = 40, 4
 
@@ -170,14 +169,14 @@ def test_a_thread_that_waits_for_a_batch_delays_no_step_and_no_save() -> None:
         for number in itertools.count():
             if number == 2:
                 asked.set()
-                assert released.wait(30)
+                assert released.wait(HANGS_S)
             yield number
 
     first = diloco_jax.loader(slow(), by_count=True)
     thread = threading.Thread(target=lambda: [next(first) for _ in range(3)])
     thread.start()
     try:
-        assert asked.wait(30)
+        assert asked.wait(HANGS_S)
         first.stepped()
         state = first.state()
     finally:

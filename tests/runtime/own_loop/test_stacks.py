@@ -203,15 +203,14 @@ def test_join_refuses_stacks_that_are_not_described(axes: Any, words: str) -> No
         LoopState({path: jax.numpy.asarray(value) for path, value in values.items()}, None, axes)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.net
-@pytest.mark.timeout(240)
 def test_islands_that_store_layers_at_different_axes_are_merged(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name("stacked_loop.py"))]
     changes = {"islands": {"command": command}, "train": {"steps": 120}, "protocol": {"sync_every": 6}}
     run_dir = tmp_path / "run"
     try:
-        ended = run("train", write(tmp_path, **changes), "--json", "--run-dir", run_dir, timeout_s=200)
+        ended = run("train", write(tmp_path, **changes), "--json", "--run-dir", run_dir)
     finally:
         kill_processes(tmp_path)
     summary = json.loads(ended.stdout.splitlines()[-1])

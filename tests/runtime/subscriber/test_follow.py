@@ -13,6 +13,7 @@ from diloco_jax.runtime.records.files import ADDRESS_FILE
 from diloco_jax.runtime.records.status import read_status
 from diloco_jax.tools.export.kept import NEWEST, VERSION_FILE
 from diloco_jax.transport.session.calls import ask_status
+from tests.limits import HANGS_S
 from tests.runtime.helpers import SLOW_STEP_S, call, json_lines, start, wait_for, write_config
 
 pytestmark = pytest.mark.net
@@ -36,7 +37,6 @@ def version_of(out: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-@pytest.mark.timeout(900)
 def test_a_follower_that_is_killed_ends_with_the_model_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,21 +45,21 @@ def test_a_follower_that_is_killed_ends_with_the_model_of_the_run(
     monkeypatch.chdir(tmp_path)
     config = write_config(tmp_path, train={"steps": STEPS, "eval_every": 0})
     training = start("train", config, "--run-dir", run, "--quiet", step_s=SLOW_STEP_S)
-    wait_for((run / ADDRESS_FILE).exists, "the start of the syncer", 300)
+    wait_for((run / ADDRESS_FILE).exists, "the start of the syncer")
     address = (run / ADDRESS_FILE).read_text()
     first = follow(run, out)
-    wait_for(lambda: version_of(out).get("global_step", 0) >= 2, "the second model", 300)
+    wait_for(lambda: version_of(out).get("global_step", 0) >= 2, "the second model")
     first.kill()
     first.communicate()
     killed_at = version_of(out)["global_step"]
     assert (out / NEWEST).resolve().is_dir(), "a kill leaves a whole model"
     again = follow(run, out, "--every", 6, "--serve", "--name", "reader", "--call", "called_by_follow:note")
-    wait_for(lambda: version_of(out)["global_step"] > killed_at, "a model after the kill", 300)
-    status = wait_for(lambda: read_status(address, ask_status)["subscribers"], "the subscriber in the status", 300)
+    wait_for(lambda: version_of(out)["global_step"] > killed_at, "a model after the kill")
+    status = wait_for(lambda: read_status(address, ask_status)["subscribers"], "the subscriber in the status")
     assert [row["subscriber"] for row in status] == ["reader"]
-    told, _ = training.communicate(timeout=600)
+    told, _ = training.communicate(timeout=HANGS_S)
     assert training.returncode == 0, told
-    words, _ = again.communicate(timeout=300)
+    words, _ = again.communicate(timeout=HANGS_S)
     assert again.returncode == 0, words
     lines = [json.loads(line) for line in words.splitlines() if line.startswith("{")]
     assert "serves" in lines[0] and lines[-1] == {"complete": True}

@@ -20,6 +20,7 @@ from diloco_jax.runtime.records.tape_file import TapeFile, read_lines
 from diloco_jax.runtime.syncer import snapshots
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, begin
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
+from tests.limits import HANGS_S
 from tests.runtime.models import make_model
 
 # Orbax leaves coroutines behind when it finds a damaged folder
@@ -85,7 +86,7 @@ def test_a_captured_snapshot_is_on_the_tape_and_a_skipped_one_is_not(
     go_on, write = threading.Event(), snapshots.write_snapshot
 
     def slow(*arguments: Any) -> Path:
-        assert go_on.wait(30)
+        assert go_on.wait(HANGS_S)
         return write(*arguments)
 
     monkeypatch.setattr(snapshots, "write_snapshot", slow)

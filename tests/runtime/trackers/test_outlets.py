@@ -13,6 +13,7 @@ from diloco_jax.runtime.trackers import outlets
 from diloco_jax.runtime.trackers.built_in import OpenTelemetryTracker
 from diloco_jax.runtime.trackers.outlets import Aside, Outlets, close_all, find_callbacks, find_trackers
 from diloco_jax.settings.run import RunConfig
+from tests.limits import HANGS_S
 
 calls: list[tuple[Any, ...]] = []
 RECORDS: list[dict[str, Any]] = [
@@ -123,11 +124,11 @@ def test_nobody_waits_for_what_hangs(monkeypatch: pytest.MonkeyPatch, caplog: py
     class Hangs:
         def log(self, number: int) -> None:
             began.set()
-            may_end.wait(60)
+            may_end.wait(HANGS_S)
 
     slow = Aside("slow", Hangs)
     slow.call("log", 0)
-    assert began.wait(60)
+    assert began.wait(HANGS_S)
     for number in range(5):
         slow.call("log", number)
     close_all([slow], 0.2)

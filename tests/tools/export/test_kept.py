@@ -23,6 +23,7 @@ from diloco_jax.tools.export import serving
 from diloco_jax.tools.export.files import ModelWriter
 from diloco_jax.tools.export.kept import NEWEST, VERSION_FILE, KeptModels
 from diloco_jax.tools.export.serving import ModelServer
+from tests.limits import HANGS_S
 from tests.tools.export.folders import drawn, make_run, model_of
 
 pytestmark = pytest.mark.net
@@ -223,7 +224,7 @@ def test_the_server_has_the_files_of_the_models_and_no_others(tmp_path: Path) ->
             "/[",
         ):
             # http.client sends the path as it is.
-            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=HANGS_S)
             connection.request("GET", f"/{path}")
             assert connection.getresponse().status == 404, path
             connection.close()

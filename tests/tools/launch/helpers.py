@@ -8,6 +8,7 @@ from pathlib import Path
 from diloco_jax.settings.text import load
 from diloco_jax.tools.launch.launcher import Plan
 from diloco_jax.tools.launch.write import WAYS, write
+from tests.limits import HANGS_S
 
 TESTDATA = Path(__file__).parent / "testdata"
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -64,7 +65,7 @@ class Stage:
         """Run one of the scripts."""
         self._calls.unlink(missing_ok=True)
         environment = self.environment(there, **more)
-        return subprocess.run(words, cwd=self.out, env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(words, cwd=self.out, env=environment, capture_output=True, text=True, timeout=HANGS_S)
 
     @property
     def calls(self) -> list[list[str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANGS_S
 from tests.tools.launch.gcloud_flags import EVERYWHERE, FLAGS, command_of, flags_of
 from tests.tools.launch.helpers import GPU, Stage, plan
 
@@ -161,7 +162,6 @@ def test_flags_are_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
 def test_gcloud_parses_every_call(tmp_path: Path) -> None:
     """Without an account it reads all flags, and then says that there is no account."""
@@ -181,7 +181,7 @@ def test_gcloud_parses_every_call(tmp_path: Path) -> None:
     wrong = []
     for words in calls:
         result = subprocess.run(
-            words, cwd=files, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+            words, cwd=files, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HANGS_S
         )
         if "do not currently have an active account" not in result.stderr:
             wrong.append(f"{words}: {result.stderr}")

@@ -29,9 +29,9 @@ from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig, make_mesh
+from tests.limits import HANGS_S
 
 # A compiler works, perhaps on a busy machine.
-pytestmark = pytest.mark.timeout(300)
 # The compiler for TPUs is libtpu.
 NEEDS_COMPILER = pytest.mark.extra("dev")
 
@@ -66,7 +66,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what the command prints for islands of two generations."""
     config = write(tmp_path_factory.mktemp("preflight"))
     command = [sys.executable, "-m", "diloco_jax", "preflight", str(config), "--json"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_S)
     assert result.returncode == 0, result.stderr
     assert "inner step" in result.stderr, "nobody was told what takes so long"
     loaded: dict[str, Any] = json.loads(result.stdout)

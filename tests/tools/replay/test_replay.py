@@ -276,7 +276,6 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     return Trainer(resolve(config, model.shapes, model.kinds))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["overwrite", "blend", "rebase"])
 def test_life_is_repeated_step_by_step(
     tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, mode: Literal["overwrite", "blend", "rebase"]
@@ -328,7 +327,6 @@ def test_life_is_repeated_step_by_step(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_synthetic_tapes_train_a_model(tmp_path: Path) -> None:
     """Twice the same; and the checkpoint is that of the model."""
     pair = eventful(tmp_path / "tapes")
@@ -346,7 +344,6 @@ def test_synthetic_tapes_train_a_model(tmp_path: Path) -> None:
     assert digest_of(parameters) == result["sha256"] and meta["global_step"] == result["global_steps"]
 
 
-@pytest.mark.timeout(300)
 def test_going_back_leaves_no_trace(tmp_path: Path) -> None:
     """Rounds between a snapshot and the death of all processes do not change the model of the resumed run."""
     pair = trained(tmp_path, 10, "a", "b", step_samples=SAMPLES, snapshot_every=4)

@@ -25,7 +25,8 @@ from diloco_jax.transport.trust.security import (
     dial_syncer,
     proxy_of,
 )
-from tests.transport.ends import CONFIG, WAIT_S, Ends, greet, hear, hear_end, value
+from tests.limits import HANGS_S
+from tests.transport.ends import CONFIG, Ends, greet, hear, hear_end, value
 
 pytestmark = pytest.mark.net
 
@@ -92,7 +93,7 @@ def test_ticket_counts_with_the_certificate_of_its_learner_only(ends: Ends, fold
     ticket = next(opened)
     assert len(ticket) == TICKET_BYTES
     for name, answer in (("b", b"the certificate is that of 'b'"), ("a", b"")):
-        with dial(config.address, bulk_context(config, name), WAIT_S) as stream:
+        with dial(config.address, bulk_context(config, name), HANGS_S) as stream:
             assert isinstance(stream, ssl.SSLSocket) and stream.selected_alpn_protocol() == BULK_PROTOCOL
             stream.sendall(GREETING + ticket + b"\0")
             heard = stream.recv(1000)
@@ -106,7 +107,7 @@ def test_bulk_connection_without_a_certificate_is_closed(ends: Ends, folder: Pat
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols([BULK_PROTOCOL])
-    with pytest.raises(OSError), dial(listener.address, context, WAIT_S) as stream:
+    with pytest.raises(OSError), dial(listener.address, context, HANGS_S) as stream:
         stream.sendall(GREETING + bytes(TICKET_BYTES + 1))
         while stream.recv(1000):
             pass
@@ -129,7 +130,7 @@ def test_silent_bulk_connection_ends_the_session_and_idle_ones_beat(ends: Ends) 
 
 def pair() -> tuple[Connection, Connection]:
     a, b = socket.socketpair()
-    return Connection(a, WAIT_S), Connection(b, WAIT_S)
+    return Connection(a, HANGS_S), Connection(b, HANGS_S)
 
 
 def test_views_arrive_whole_whatever_the_socket_takes_at_once() -> None:
@@ -139,7 +140,7 @@ def test_views_arrive_whole_whatever_the_socket_takes_at_once() -> None:
     thread.start()
     whole = bytearray(sum(map(len, parts)))
     receiver.fill(memoryview(whole))
-    thread.join(WAIT_S)
+    thread.join(HANGS_S)
     assert whole == b"".join(parts)
     sender.finish()
     with pytest.raises(EOFError):
@@ -166,7 +167,7 @@ def test_cut_ends_a_read_and_a_write_at_once() -> None:
         thread.start()
     sender.cut()
     for thread in threads:
-        thread.join(WAIT_S)
+        thread.join(HANGS_S)
         assert not thread.is_alive()
     assert len(ended) == 2
     for each in (sender, receiver):
@@ -176,7 +177,7 @@ def test_cut_ends_a_read_and_a_write_at_once() -> None:
 def test_grpc_calls_reach_the_same_port(ends: Ends) -> None:
     listener = ends.listen()
     with grpc.insecure_channel(listener.address) as channel:
-        reply = channel.unary_unary(f"/{calls.SERVICE}/{calls.STATUS}")(b"", timeout=WAIT_S)
+        reply = channel.unary_unary(f"/{calls.SERVICE}/{calls.STATUS}")(b"", timeout=HANGS_S)
     assert pb.StatusReply.FromString(reply).json == "{}"
     assert split_address(listener.address)[1] > 0 and CONFIG.stripes > 1
 
@@ -202,7 +203,7 @@ def test_bulk_connections_take_grpcs_proxy(monkeypatch: pytest.MonkeyPatch) -> N
         thread = threading.Thread(target=serve_proxy, args=arguments, daemon=True)
         thread.start()
         monkeypatch.setenv("https_proxy", "http://user:secret@{}:{}".format(*proxy.getsockname()))
-        with dial_syncer("syncer.example:7", None, WAIT_S) as stream:
+        with dial_syncer("syncer.example:7", None, HANGS_S) as stream:
             stream.sendall(b"hello")
             inner, _ = target.accept()
             with inner:
@@ -211,8 +212,8 @@ def test_bulk_connections_take_grpcs_proxy(monkeypatch: pytest.MonkeyPatch) -> N
             assert stream.recv(100) == b"answer"
         for reason in ("refused syncer.example:7", "ended the connection"):
             with pytest.raises(ConnectionError, match=reason):
-                dial_syncer("syncer.example:7", None, WAIT_S)
-        thread.join(WAIT_S)
+                dial_syncer("syncer.example:7", None, HANGS_S)
+        thread.join(HANGS_S)
     lines = asked[0].split(b"\r\n")
     assert lines[:2] == [b"CONNECT syncer.example:7 HTTP/1.1", b"Host: syncer.example:7"]
     assert lines[2:] == [b"Proxy-Authorization: Basic dXNlcjpzZWNyZXQ=", b"", b""]

@@ -19,7 +19,8 @@ from diloco_jax.transport.endpoints.greeting import Description, ModelDesk, ask_
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import TransportConfig, TransportError
 from diloco_jax.transport.session.calls import ask_drain, ask_status
-from tests.transport.ends import WAIT_S, Ends, comes_true
+from tests.limits import HANGS_S
+from tests.transport.ends import Ends, comes_true
 
 pytestmark = pytest.mark.net
 
@@ -30,14 +31,14 @@ def listener(ends: Ends) -> GrpcListener:
 
 
 def config_of(listener: GrpcListener, **changes: Any) -> TransportConfig:
-    return replace(TransportConfig(address=listener.address, connect_timeout_s=WAIT_S, stripes=2), **changes)
+    return replace(TransportConfig(address=listener.address, connect_timeout_s=HANGS_S, stripes=2), **changes)
 
 
 def test_greeting_says_run_versions_and_time(listener: GrpcListener) -> None:
     greeting = greet(config_of(listener), "island-0")
     assert (greeting.run_id, greeting.sessions) == ("run", 0)
     assert greeting.versions == probe.versions() and greeting.versions["python"]
-    assert 0 < greeting.rtt_s < WAIT_S and greeting.skew_error_s == greeting.rtt_s / 2
+    assert 0 < greeting.rtt_s < HANGS_S and greeting.skew_error_s == greeting.rtt_s / 2
     # Both sides read the same clock.
     assert abs(greeting.skew_s) <= greeting.skew_error_s
 
