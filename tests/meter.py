@@ -154,7 +154,9 @@ class Meter:
         if self.missing:
             extras = ",".join(sorted(self.missing))
             said.append(f"tests of the extras {extras} (DILOCO_EXTRAS=test,{extras} ./scripts/test)")
-        said += [f"{self.left_out[name]} {name} (./scripts/test -m {name})" for name in LEFT_OUT if self.left_out[name]]
+        said += [
+            f"{self.left_out[name]} {name} ({command})" for name, command in LEFT_OUT.items() if self.left_out[name]
+        ]
         return f"not run here: {'; '.join(said)}" if said else ""
 
 
