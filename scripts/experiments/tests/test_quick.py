@@ -16,13 +16,12 @@ from tests.limits import SLOW_HANGS_S
 from tests.runtime.helpers import environment
 
 ROOT = Path(__file__).resolve().parents[3]
-# One has data parallel, one has failing chips. Each of the others takes a minute, too.
-FAST = ("parity", "failures")
 
 
 @pytest.mark.net
 @pytest.mark.extra("dev")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in names()])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", names())
 def test_it_runs(name: str, tmp_path: Path) -> None:
     around = environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
     command = [sys.executable, "-m", "experiments", name, "--quick", "--work", str(tmp_path)]
