@@ -44,7 +44,7 @@ LOOPS = {
     "keras_fit": ("examples", 1, 74_112),
     "grain_loop": ("", 2, 74_112),
 }
-# To `join`, the others are trees of arrays, too. Tests of PyTorch and of loaders have runs of their own.
+# The others are trees of arrays, too, as that of the optax loop. PyTorch and loaders have separate real runs in CI.
 LONG = ("nnx_loop", "keras_fit")
 
 

@@ -1,4 +1,4 @@
-"""Commands that tokenize on a Ray cluster of their own: killed workers and drivers, an interrupt, too little memory."""
+"""Commands that start a Ray cluster to tokenize: killed workers and drivers, an interrupt, too little memory."""
 
 import json
 import os
