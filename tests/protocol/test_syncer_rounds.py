@@ -8,8 +8,8 @@ from diloco_jax.protocol.effects import Contribution, Discard, Drop, Effect, Mer
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, SILENT
 from diloco_jax.protocol.messages import Adopted, Advance, AnchorRequest, Heartbeat, Leave, PullRequest, Stop
 from diloco_jax.protocol.pacing import ProtocolConfig, grace_window_s
-from diloco_jax.protocol.syncer.book import MERGING, PULLING, Pace, Round
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.round import MERGING, PULLING, Pace, Round
 from tests.protocol.syncer_inputs import LEASED, fragment, hello, merged, new, only, report, running, sent, value
 from tests.protocol.test_snapshot import HELD_NONE, anchor, restarted
 

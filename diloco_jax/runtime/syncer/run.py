@@ -265,7 +265,9 @@ class SyncerDriver:
                     self.watch.on_note(effect)
                 case effects.Drop(peer, reason) if effects.Send(peer, messages.Refuse(reason)) in requests:
                     REFUSALS.tell(peer, reason)
-                case effects.Drop(peer, reason):
+                case effects.Drop(peer, reason, global_step):
+                    if global_step >= 0:
+                        self.merges.drop(global_step, peer)
                     log.info(f"dropped a message of {peer}: {reason}")
                 case effects.Finish():
                     self._finished = True

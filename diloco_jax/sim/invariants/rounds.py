@@ -90,6 +90,8 @@ class MergedOnce(Checker):
         for effect in effects:
             if isinstance(effect, Merge):
                 self._merge(effect)
+            elif isinstance(effect, Drop) and effect.global_step >= 0:
+                self._payloads[effect.global_step].pop(effect.peer, None)
             elif isinstance(effect, Discard):
                 self._payloads.pop(effect.global_step, None)
 
@@ -258,6 +260,49 @@ class RoundsBounded(Checker):
     def end(self) -> None:
         if self.cluster.syncer.finished:
             self.check(not self._flying, f"rounds never ended: {self._flying}")
+
+
+class OwedAreAskedLess(Checker):
+    """After n pulls in a row without an answer, a learner is asked again 2^(n-1) rounds later, at most 64.
+
+    It is asked sooner if the others do not meet the quorum.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        # Learner -> rounds in a row that ended without its answer; and learner -> rounds that wait for its answer.
+        self._missed: dict[str, list[int]] = defaultdict(list)
+        self._waiting: dict[str, set[int]] = defaultdict(set)
+
+    def on_syncer_died(self, machine: Syncer, now_s: float) -> None:
+        self._missed.clear()
+        self._waiting.clear()
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(given, FragmentValue):
+            # A wrong value is an answer too. One that is early may count later, so this book forgives more.
+            self._missed.pop(given.learner_id, None)
+            self._waiting[given.learner_id].discard(given.global_step)
+        for effect in effects:
+            if isinstance(effect, Note) and effect.kind in ("left", "joined", "restored"):
+                self._missed.pop(effect.members[0] if effect.members else "", None)
+            elif isinstance(effect, Note) and effect.kind == "closed" and effect.fragment_id >= 0:
+                self._close(effect)
+            elif isinstance(effect, Merge | Discard):
+                for name, rounds in self._waiting.items():
+                    if effect.global_step in rounds:
+                        rounds.remove(effect.global_step)
+                        self._missed[name].append(effect.global_step)
+
+    def _close(self, note: Note) -> None:
+        live = {member.learner_id for member in self.cluster.syncer.membership.live_members()}
+        for name in note.members:
+            missed = self._missed.get(name, ())
+            others = len(live - {other for other, rounds in self._missed.items() if rounds})
+            if missed and others >= self.config.quorum:
+                due = max(missed) + min(2 ** (len(missed) - 1), 64)
+                self.check(note.global_step >= due, f"{name} owes {missed}, but {note} asks it before round {due}")
+            self._waiting[name].add(note.global_step)
 
 
 class QuarantineHolds(Checker):
