@@ -1,13 +1,15 @@
 """Answers that members owe: a member that left pulls unanswered is asked less often, so that nobody waits for it.
 
-The answer to a pull is owed once the pull had to be repeated, or if the member still owes an earlier answer. A round
-that waits only for owed answers ends as soon as it keeps the next round from opening. After each such end the member
-is asked half as often: in every 1st, 2nd, 4th ... 64th round. One answer in time ends all of this.
+The answer to a pull is owed after ANSWER_STEPS steps of the member, and if it owed none so far, not before the pull is
+repeated. A round that waits only for owed answers ends as soon as it keeps the next round from opening. After each such
+end the member is asked half as often: in every 1st, 2nd, 4th ... 64th round. One answer in time ends all of this.
 """
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
+# A learner answers between two steps, so the step that runs when the pull arrives comes first.
+ANSWER_STEPS = 2.0
 # A member that owes an answer is asked at least once in so many rounds.
 ASKED_EVERY_MAX = 64
 

@@ -87,7 +87,7 @@ class SyncerDriver:
             self._free(effect.global_step, {each.learner_id for each in effect.contributions})
             self.orders[effect.global_step] = effect
         elif isinstance(effect, Drop) and effect.global_step >= 0:
-            self._payloads.remove((effect.global_step, effect.peer))
+            self._payloads.discard((effect.global_step, effect.peer))
         elif isinstance(effect, Discard):
             self._free(effect.global_step, set())
         elif isinstance(effect, Restore):

@@ -91,7 +91,7 @@ def test_unanswered_pulls_are_repeated_ever_more_seldom_and_then_given_up() -> N
     assert {now_s for now_s, effects in asked.items() if effects == again} == {4, 10}
     assert syncer.next_deadline_s() == 13.0
     assert syncer.on_tick(13.0) == [
-        Drop("a", "no value within 12.0 s"),
+        Drop("a", "no value within 12.0 s", 1),
         Merge(1, 1, (Contribution("b", 1, 1, 10, 0, 1),)),
     ]
     (drop,) = syncer.on_message(value("a", 1, 1, 1), 14.0)

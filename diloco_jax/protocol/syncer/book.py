@@ -22,7 +22,7 @@ from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, PullRequest
-from diloco_jax.protocol.owed import Owed, resting
+from diloco_jax.protocol.owed import ANSWER_STEPS, Owed, resting
 from diloco_jax.protocol.pacing import (
     FIRST_TURN_S,
     SHORT_STEPS,
@@ -131,7 +131,8 @@ class RoundBook:
         fragment_id = self.turns.due(step)
         full = len(self.flying) >= max(1, self.config.overlap_steps)
         if full or any(this.fragment_id == fragment_id >= 0 for this in self.flying.values()):
-            self._stop_waiting(fragment_id, full, now_s)
+            for this in self._blocking(fragment_id, full):
+                self._give_up(this, f"no value before round {this.global_step} kept the next one waiting", now_s)
             return None
         self.collecting = self.flying[step] = Round(step, fragment_id, now_s)
         self.fresh = set()
@@ -253,7 +254,7 @@ class RoundBook:
         this.phase = PULLING
         this.closed_s = self.closed_s = now_s
         self._judge_pace(this, late, now_s)
-        this.resend_wait_s = max(self.config.resend_s, 2.0 * (self.pace.merge_s or 0.0))
+        this.resend_wait_s = self._resend_wait_s()
         this.resend_s = now_s + this.resend_wait_s
         this.expires_s = now_s + self.config.pull_timeout_s
         for learner_id in members:
@@ -263,6 +264,7 @@ class RoundBook:
             this.told_tokens[learner_id] = member.tokens
             member.asked_for(this.fragment_id, this.global_step)
             self.effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
+        self._expect_answers(this)
         for member in self.membership.live_members():
             self.downstream.repair(member, this.fragment_id)
 
@@ -319,6 +321,7 @@ class RoundBook:
         kept = this.global_step if name in this.early else -1
         this.answered(name, now_s)
         self.owing.pop(name, None)
+        self._expect_answers(this)
         base = message.base_version
         asked = member.credit.asked.get(fragment_id)
         # A state written by an older release does not hold the report that was newest when the round asked.
@@ -430,36 +433,44 @@ class RoundBook:
     def on_tick(self, now_s: float) -> None:
         """Repeat pulls without an answer, and finally give them up."""
         for this in [r for r in self.flying.values() if r.phase == PULLING]:
+            this.owed = now_s >= this.owed_s
             if now_s >= this.expires_s:
                 self._give_up(this, f"no value within {self.config.pull_timeout_s} s", now_s)
             elif now_s >= this.resend_s:
-                this.repeated = True
                 this.resend_wait_s *= 2
                 this.resend_s = now_s + this.resend_wait_s
                 for learner_id, local_step in sorted(this.asked.items()):
                     self.effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
 
-    def _stop_waiting(self, fragment_id: int, full: bool, now_s: float) -> None:
-        """End the wait of rounds for owed answers, if they keep the next round from opening.
+    def _expect_answers(self, this: Round) -> None:
+        """Set when the answers that a round waits for are owed."""
+        members = self.membership.members
+        steps = [members[name].step_s or self.membership.median_step_s() or 0.0 for name in this.asked]
+        answer_s = (ANSWER_STEPS + self.config.wait_steps) * max(steps, default=0.0)
+        if not this.asked.keys() <= self.owing.keys():
+            answer_s = max(answer_s, self._resend_wait_s())
+        this.owed_s, this.owed = this.closed_s + answer_s, False
 
-        They do if its fragment is in one of them, or if no round in flight does anything else.
+    def _resend_wait_s(self) -> float:
+        """Return the seconds until a pull without an answer is repeated for the first time."""
+        return max(self.config.resend_s, 2.0 * (self.pace.merge_s or 0.0))
+
+    def _blocking(self, fragment_id: int, full: bool) -> list[Round]:
+        """Return the rounds whose wait for owed answers keeps the next round from opening.
+
+        They do if its fragment is in one of them, or if no round in flight does anything else. In lockstep all learners
+        wait for each other, whatever it takes.
         """
-        rounds = self.flying.values()
-        others = len(self._unreliable()) > 0
-        waiting = [this for this in rounds if self._waits_for_owed(this) and (others or this.values)]
-        blocked = full and len(waiting) == len(rounds)
-        for this in waiting:
-            if blocked or this.fragment_id == fragment_id:
-                self._give_up(this, f"no value before round {this.global_step} kept the next one waiting", now_s)
-
-    def _waits_for_owed(self, this: Round) -> bool:
-        """Return whether all answers that a round waits for are owed."""
-        return this.phase == PULLING and (this.repeated or this.asked.keys() <= self.owing.keys())
+        if self.lockstep:
+            return []
+        others, rounds = bool(self._unreliable()), self.flying.values()
+        waiting = [this for this in rounds if this.phase == PULLING and this.owed and (others or this.values)]
+        return waiting if full and len(waiting) == len(rounds) else [r for r in waiting if r.fragment_id == fragment_id]
 
     def _give_up(self, this: Round, reason: str, now_s: float) -> None:
         """End a round's wait for values; their learners owe them."""
         for name in sorted(this.asked):
-            self._drop(name, reason, this.global_step if name in this.early else -1)
+            self._drop(name, reason, this.global_step)
             before = self.owing.get(name)
             self.owing[name] = before.after(this.global_step) if before else Owed(1, this.global_step)
         this.asked.clear()

@@ -334,6 +334,8 @@ class Syncer:
                     deadline_s = this.resend_s
                 if this.expires_s < deadline_s:
                     deadline_s = this.expires_s
+                if this.owed_s < deadline_s and not this.owed:
+                    deadline_s = this.owed_s
             elif this.phase == COLLECTING and this.closes_s is not None and this.closes_s < deadline_s:
                 deadline_s = this.closes_s
         return deadline_s if deadline_s < inf else None

@@ -34,8 +34,9 @@ class Round:
     # transit and not lost.
     resend_s: float = 0.0
     resend_wait_s: float = 0.0
-    # Whether a pull was repeated; its answer is then owed.
-    repeated: bool = False
+    # When the answers that are missing are owed (owed.py), and whether that time has come.
+    owed_s: float = 0.0
+    owed: bool = False
     # When pulls without an answer are given up.
     expires_s: float = 0.0
     # When the last of the values had arrived.

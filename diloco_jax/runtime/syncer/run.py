@@ -200,7 +200,7 @@ class SyncerDriver:
                 # The machine then asks another holder.
                 message = message._replace(version=messages.NO_VERSION)
         requests = self._taped.on_message(message, now_s)
-        dropped = any(isinstance(e, effects.Drop) and e.peer == delivery.peer for e in requests)
+        dropped = any(isinstance(e, effects.Drop) and e[::2] == (delivery.peer, -1) for e in requests)
         if isinstance(message, messages.FragmentValue) and not dropped:
             self.merges.keep(message, delivery.payload)
             self.watch.on_value(message, now_s)

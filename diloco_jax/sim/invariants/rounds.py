@@ -284,8 +284,11 @@ class OwedAreAskedLess(Checker):
             self._missed.pop(given.learner_id, None)
             self._waiting[given.learner_id].discard(given.global_step)
         for effect in effects:
-            if isinstance(effect, Note) and effect.kind in ("left", "joined", "restored"):
-                self._missed.pop(effect.members[0] if effect.members else "", None)
+            if isinstance(effect, Note) and effect.kind in ("left", "silent", "joined"):
+                # Nobody waits for this learner any more, and a new incarnation owes nothing.
+                self._waiting.pop(effect.members[0], None)
+                if effect.kind == "joined":
+                    self._missed.pop(effect.members[0], None)
             elif isinstance(effect, Note) and effect.kind == "closed" and effect.fragment_id >= 0:
                 self._close(effect)
             elif isinstance(effect, Merge | Discard):
@@ -368,7 +371,7 @@ class QuarantineHolds(Checker):
 
 
 def _dropped(message: LearnerMessage, effects: Effects) -> bool:
-    return any(isinstance(effect, Drop) and effect.peer == message.learner_id for effect in effects)
+    return any(isinstance(effect, Drop) and effect[::2] == (message.learner_id, -1) for effect in effects)
 
 
 def _rejects(effect: Effect) -> bool:

@@ -266,7 +266,7 @@ class Deaf(Syncer):
 
     def on_tick(self, now_s: float) -> list[Effect]:
         for this in self.rounds.flying.values():
-            this.resend_s = this.expires_s = now_s + 1000.0
+            this.resend_s = this.expires_s = this.owed_s = now_s + 1000.0
         return super().on_tick(now_s)
 
 
