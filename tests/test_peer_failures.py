@@ -343,8 +343,8 @@ def test_10_an_island_that_is_alive_but_never_merged_raises_an_alarm() -> None:
     assert "requests for a value in time" in b.reason
     pair.held = set()
     pair.lose_wire("b")
-    # It is asked in every 64th round at least.
-    for _ in range(70):
+    # It is asked in every 32nd round by now.
+    for _ in range(32):
         pair.wait(3.0)
         pair.step("a", "b")
     assert {c.condition for c in conditions(pair.syncer, pair.now_s)} == {"training"}, "its work arrives again"

@@ -140,8 +140,8 @@ class Discard(NamedTuple):
 class Drop(NamedTuple):
     """Free the payload, if any, of a peer's message that the machine did not use, and log the reason.
 
-    The message is the one that the driver handles. If `global_step` is not -1, it is the peer's value for that round, if
-    one has come.
+    The message is the one that the driver handles. If `global_step` is not -1, it is the peer's value for that round,
+    which may not have come.
     """
 
     peer: str

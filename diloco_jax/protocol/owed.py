@@ -23,11 +23,11 @@ class Owed(NamedTuple):
     @property
     def asked_every(self) -> int:
         """Number of rounds from one pull of the member to its next."""
-        return min(2 ** min(self.pulls - 1, 16), ASKED_EVERY_MAX)
+        return min(1 << min(self.pulls - 1, 16), ASKED_EVERY_MAX)
 
     def after(self, global_step: int) -> "Owed":
         """Return what the member owes after another pull without its answer."""
-        return Owed(self.pulls + 1, global_step)
+        return Owed(self.pulls + 1, max(self.global_step, global_step))
 
 
 def resting(owing: Mapping[str, Owed], global_step: int) -> set[str]:

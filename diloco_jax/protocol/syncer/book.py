@@ -444,11 +444,12 @@ class RoundBook:
 
     def _expect_answers(self, this: Round) -> None:
         """Set when the answers that a round waits for are owed."""
-        members = self.membership.members
-        steps = [members[name].step_s or self.membership.median_step_s() or 0.0 for name in this.asked]
+        asked, resend_s = [self.membership.members[name] for name in this.asked], self._resend_wait_s()
+        # A learner may do something else between two steps, such as to wait for its data.
+        steps = [max(m.step_s or self.membership.median_step_s() or 0.0, min(m.between_s, resend_s)) for m in asked]
         answer_s = (ANSWER_STEPS + self.config.wait_steps) * max(steps, default=0.0)
         if not this.asked.keys() <= self.owing.keys():
-            answer_s = max(answer_s, self._resend_wait_s())
+            answer_s = max(answer_s, resend_s)
         this.owed_s, this.owed = this.closed_s + answer_s, False
 
     def _resend_wait_s(self) -> float:
