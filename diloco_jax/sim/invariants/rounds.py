@@ -279,8 +279,8 @@ class OwedAreAskedLess(Checker):
         self._waiting.clear()
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        if isinstance(given, FragmentValue):
-            # A wrong value is an answer too. One that is early may count later, so this book forgives more.
+        if isinstance(given, FragmentValue) and given.global_step in self._waiting[given.learner_id]:
+            # A wrong value is an answer too.
             self._missed.pop(given.learner_id, None)
             self._waiting[given.learner_id].discard(given.global_step)
         for effect in effects:
@@ -302,7 +302,8 @@ class OwedAreAskedLess(Checker):
         for name in note.members:
             missed = self._missed.get(name, ())
             others = len(live - {other for other, rounds in self._missed.items() if rounds})
-            if missed and others >= self.config.quorum:
+            # The values of a hostile learner may wait for reports that never come.
+            if missed and others >= self.config.quorum and not self.hostile:
                 due = max(missed) + min(2 ** (len(missed) - 1), 64)
                 self.check(note.global_step >= due, f"{name} owes {missed}, but {note} asks it before round {due}")
             self._waiting[name].add(note.global_step)
