@@ -185,14 +185,14 @@ class Membership:
             and now_s - m.reported_s < PACE_REPORTS * m.step_s
         ]
 
-    def usual_step_tokens(self, member: Member) -> float:
+    def usual_step_tokens(self, member: Member | None = None) -> float:
         """Return the lower median of the live learners' tokens per inner step.
 
         If no learner is live, the member's own rate counts; if it has made no step, the result is infinite. The lower
         median of two learners is the lower rate, so a learner with a wrong counter does not set its own limit.
         """
         counted = [m for m in self.members.values() if m.state == ACTIVE and m.total_steps > 0]
-        if not counted and member.total_steps > 0:
+        if not counted and member is not None and member.total_steps > 0:
             counted = [member]
         rates = sorted([m.total_tokens / m.total_steps for m in counted])
         return rates[(len(rates) - 1) // 2] if rates else inf

@@ -173,7 +173,7 @@ class Pair:
         if receiver == SYNCER:
             effects = self._taped.on_message(message, self.now_s)  # type: ignore[arg-type]
             if isinstance(message, FragmentValue) and not any(
-                isinstance(e, Drop) and e.peer == sender for e in effects
+                isinstance(e, Drop) and e[::2] == (sender, -1) for e in effects
             ):
                 self.driver.keep(message.global_step, sender)
             self._run_syncer(effects, message)

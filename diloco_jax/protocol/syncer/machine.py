@@ -28,11 +28,12 @@ from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, Hello, LearnerMessage, StateMessage, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import Matchmaker
-from diloco_jax.protocol.syncer.book import COLLECTING, PULLING, RoundBook
+from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
 from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan, Evaluations
 from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS, NO_BUDGET, Budget, Downstream, Limits, Progress
 from diloco_jax.protocol.syncer.roster import Roster
+from diloco_jax.protocol.syncer.round import COLLECTING, PULLING
 
 
 class Syncer:
@@ -183,6 +184,7 @@ class Syncer:
         # An overtaken report names fewer leases than have arrived.
         if local_step == member.local_step:
             self.roster.supply(member, message)
+        self.rounds.on_reported(member, now_s)
         if self.rounds.count(member):
             self.rounds.proceed(now_s)
             return
@@ -332,6 +334,8 @@ class Syncer:
                     deadline_s = this.resend_s
                 if this.expires_s < deadline_s:
                     deadline_s = this.expires_s
+                if this.owed_s < deadline_s and not this.owed:
+                    deadline_s = this.owed_s
             elif this.phase == COLLECTING and this.closes_s is not None and this.closes_s < deadline_s:
                 deadline_s = this.closes_s
         return deadline_s if deadline_s < inf else None
