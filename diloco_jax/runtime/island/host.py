@@ -302,6 +302,10 @@ class Host:
         bounded(self.loader)
         return state is not None
 
+    def disregard_saved(self) -> None:
+        """Let the next save replace the state that was found, because it is of another run."""
+        self._complete = NO_VERSION
+
     def forget_saved(self) -> None:
         """Free the state that was read from disk."""
         self._read = {}

@@ -45,6 +45,8 @@ class StateName(NamedTuple):
     local_step: int
     global_step: int
     digests: tuple[int, ...]  # its anchors
+    # Id of its run; "" if an older release saved it.
+    run: str = ""
 
     def to_text(self) -> str:
         return json.dumps(self)
@@ -53,8 +55,9 @@ class StateName(NamedTuple):
     def parse(cls, fields: Any) -> StateName:
         """Return the name from its JSON fields; ValueError if they are not those of a name."""
         try:
-            incarnation, local_step, global_step, digests = fields
-            return cls(int(incarnation), int(local_step), int(global_step), tuple(map(int, digests)))
+            incarnation, local_step, global_step, digests, *run = fields
+            counters = int(incarnation), int(local_step), int(global_step)
+            return cls(*counters, tuple(map(int, digests)), *map(str, run[:1]))
         except TypeError as error:
             raise ValueError(f"{str(fields)[:80]} is not the name of a state") from error
 

@@ -55,6 +55,17 @@ def assert_restores(saves: SavedStates, global_step: int, seed: float, devices: 
             np.testing.assert_array_equal(found[key][at], np.asarray(value)[at])
 
 
+def test_a_saved_state_names_its_run_and_one_of_an_older_release_names_none(tmp_path: Path) -> None:
+    saves, mine = SavedStates([str(tmp_path / "x")]), name(24)._replace(run="5eed")
+    assert saves.save(stage_shards(arrays()), mine, -1).result() == ""
+    assert saves.names() == [mine] and StateName.parse(json.loads(mine.to_text())) == mine
+    (record,) = tmp_path.rglob("*.json")
+    told = json.loads(record.read_text())
+    del told["name"][4:]
+    record.write_text(json.dumps(told))
+    assert saves.names() == [name(24)]
+
+
 @pytest.mark.parametrize("elsewhere", ["memory://states/x", "{}/elsewhere"])
 def test_a_saved_state_comes_back_exactly_from_either_place(tmp_path: Path, elsewhere: str) -> None:
     here, there = str(tmp_path / "run" / "x"), elsewhere.format(tmp_path)

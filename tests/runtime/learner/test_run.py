@@ -19,6 +19,7 @@ from flax import nnx
 from diloco_jax.core import codec
 from diloco_jax.core.layout import value_digest
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.membership import other_run
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.island import adoptions, payloads
@@ -69,13 +70,15 @@ CONFIG = RunConfig(
     trackers=(),
 )
 NAME, INCARNATION = "island-0", 7
+# The id of the run.
+RUN = "5eed"
 
 
 class Script:
     """The syncer's part of a conversation, with a learner in a thread."""
 
     def __init__(self, run_dir: Path, config: RunConfig = CONFIG, incarnation: int = INCARNATION) -> None:
-        self.listener = listen(TransportConfig(), run_id=config.name)
+        self.listener = listen(TransportConfig(), run_id=config.name, run=RUN)
         self.stop = threading.Event()
         joining = Joining(
             config, NAME, incarnation, self.listener.address, run_dir, island_pulse(config, run_dir, NAME)
@@ -127,7 +130,7 @@ class Script:
     ) -> messages.Hello:
         """Welcome the learner, give it the model and these samples; one fragment may arrive damaged."""
         hello: messages.Hello = self.await_message(messages.Hello)
-        self.say(messages.Welcome(global_step, (global_step,) * 2, 1))
+        self.say(messages.Welcome(global_step, (global_step,) * 2, 1, 0, RUN))
         for fragment_id in range(2):
             self.give(fragment_id, global_step, fill, damage=fragment_id == damaged)
         self.say(messages.Lease(0, *samples))
@@ -248,6 +251,29 @@ def test_refusal_is_wrong_input_at_first_and_bad_luck_later(script: Script, tmp_
     later._thread.join(WAIT_S)
     later.end()
     assert isinstance(later.error, ConnectionAbortedError) and "start the learner again" in str(later.error)
+
+
+@pytest.mark.parametrize("told", ["at the connection", "after the greeting"])
+def test_an_island_ends_where_its_run_was_replaced_by_another(script: Script, told: str) -> None:
+    """The syncer was started again at the same address with the same config and a new folder."""
+    script.admit()
+    script.await_message(messages.StepReport)
+    address = script.listener.address
+    script.listener.close(0.0)
+    other = listen(
+        TransportConfig(address=address), run_id=CONFIG.name, epoch=1, run="cafe" if told == "at the connection" else ""
+    )
+    try:
+        script.listener = other
+        if told == "after the greeting":
+            assert script.await_message(messages.Hello).run == RUN
+            script.say(messages.Refuse(other_run(NAME, RUN, "cafe")))
+        script._thread.join(WAIT_S)
+        assert type(script.error) is RefusedForGood, script.error
+        assert f"{NAME} has joined another run with the id 5eed" in str(script.error).replace("'", "")
+        assert "start its process again" in str(script.error)
+    finally:
+        other.close(0.0)
 
 
 def test_leaving_before_the_first_step_is_polite_too(script: Script) -> None:
