@@ -378,6 +378,12 @@ class Donor:
     def _refuse(self, receiver: str, reason: str) -> None:
         self._effects.append(Send(SYNCER, StateRefused(*self._who, receiver, reason)))
 
+    def on_unusable(self, receiver: str, reason: str) -> None:
+        """Free a receiver's copy, because it cannot be used; the receiver gets the state of another donor."""
+        if receiver in self._given:
+            self._forget(receiver)
+            self._refuse(receiver, reason)
+
     def _part(self, receiver: str, local_step: int, index: int) -> None:
         # The driver fills in count, digest and size: only it has the bytes.
         part = StateChunk(*self._who, receiver, local_step, index, 0, 0, 0, self._copies[local_step])

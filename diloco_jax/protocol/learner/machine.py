@@ -377,6 +377,11 @@ class Learner:
         self._update_state(now_s)
         return self._effects.drain()
 
+    def on_state_unusable(self, receiver: str, reason: str) -> list[Effect]:
+        """Give a receiver nothing of its copy, because the driver found that the copy cannot be used."""
+        self.donor.on_unusable(receiver, reason)
+        return self._effects.drain()
+
     def _on_state_pull(self, message: messages.StatePull, now_s: float) -> None:
         """Give a peer a state that is copied already, or copy one between two steps."""
         again = message.receiver in self.donor.waiting

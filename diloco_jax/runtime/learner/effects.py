@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from diloco_jax.core import codec
@@ -144,11 +145,15 @@ class Decisions:
         elif isinstance(message, AnchorValue):
             self.payloads.anchor(link, message, self.host.take_anchor(message))
         elif isinstance(message, StateChunk):
-            self.payloads.part(link, message, self.host.moving_state(message.local_step, message.receiver))
+            receiver, moving = message.receiver, self.host.moving_state(message.local_step, message.receiver)
+            self.payloads.part(link, message, moving, partial(self._refuse_state, receiver))
         else:
             # The link thread notices it too, and reconnects.
             with contextlib.suppress(LinkClosed):
                 link.send(message)  # type: ignore[arg-type]
+
+    def _refuse_state(self, receiver: str, reason: str) -> None:
+        self.apply(lambda machine, now_s: machine.on_state_unusable(receiver, reason))
 
     def _execute(self, requests: Sequence[effects.Effect], arrived: Mail | None = None) -> None:
         """Execute effects in their order; `arrived` is the message that caused them, if there is one."""

@@ -193,3 +193,19 @@ def test_a_folder_that_takes_nothing_costs_the_state_and_no_more(
     assert "full" in save(SavedStates([str(tmp_path / "full" / "x")]), 24)
     with pytest.raises(ValueError, match="nowhere"):
         SavedStates(["nowhere://x"])
+
+
+def test_a_state_with_nan_is_not_saved_and_the_one_before_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An island that loads such a state is expelled at every return."""
+    saves = SavedStates([str(tmp_path)])
+    assert save(saves, 24) == ""
+    for step, leaf in ((48, "optimizer/mu/a"), (72, "params/a")):
+        values = np.array(arrays()[leaf])
+        values[2, 1] = np.nan
+        bad = arrays() | {leaf: jax.device_put(values, layouts(1)[leaf])}
+        assert saves.save(stage_shards(bad), name(step), 24).result() == f"it is not finite in '{leaf}'"
+        assert f"the state of global step {step} was not saved: it is not finite in '{leaf}'" in caplog.text
+    assert saves.names() == [name(24)]
+    assert_restores(saves, 24, 0.0)

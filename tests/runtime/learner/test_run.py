@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xxhash
 from flax import nnx
 
 from diloco_jax.core import codec
@@ -33,6 +34,8 @@ from diloco_jax.settings.run import IslandsConfig, RunConfig, TrainConfig
 from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
+from diloco_jax.training.whole_state.finite import NotFinite
+from diloco_jax.training.whole_state.moving import MovingState
 from diloco_jax.transport.endpoints.grpc_link import listen
 from diloco_jax.transport.link import Rejected, TransportConfig
 
@@ -414,6 +417,81 @@ def test_an_own_saved_state_is_taken_when_it_is_recent(tmp_path: Path) -> None:
     second.end()
     assert second.tape("state") == [["state", "", INCARNATION, local_step, [0]]]
     assert not any(isinstance(message, messages.StateRequest) for message in second.heard)
+
+
+def spoil(folder: Path) -> None:
+    """Put NaN into the moments of the newest saved state, as an older release may have saved them."""
+    record = max(folder.rglob("*.json"))
+    told, content = json.loads(record.read_text()), bytearray(record.with_suffix(".shards").read_bytes())
+    at = 0
+    for leaf, dtype, _, spans in told["shards"]:
+        size = int(np.prod([stop - start for start, stop in spans])) * np.dtype(dtype).itemsize
+        if leaf.startswith("optimizer/") and dtype == "float32" and size > 4:
+            content[at : at + 4] = b"\xff" * 4
+        at += size
+    record.with_suffix(".shards").write_bytes(content)
+    record.write_text(json.dumps(told | {"checksum": xxhash.xxh3_64_intdigest(bytes(content))}))
+
+
+def test_an_own_saved_state_that_is_not_finite_is_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = replace(CONFIG, protocol=replace(CONFIG.protocol, snapshot_every=2))
+    first = Script(tmp_path, config)
+    first.admit()
+    first.await_message(messages.StepReport)
+    first.give(0, 2, 3.0)
+    while not first.tape("saved"):
+        first.await_message(messages.StepReport)
+    first.end()
+    spoil(tmp_path / "states" / NAME)
+    second = Script(tmp_path, config, incarnation=8)
+    second.admit(2, fill=3.0)
+    # It asks for the state of another island.
+    second.await_message(messages.StateRequest)
+    second.say(messages.StateUnavailable("", "nobody is there"))
+    second.await_message(messages.StepReport)
+    second.end()
+    assert "cannot be used: it is not finite in 'optimizer/" in caplog.text
+    assert second.tape("state") == [] and second.learner.joined.moments == "new"
+
+
+def test_a_state_that_is_not_finite_is_not_given(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, array: Any) -> None:
+        if "/mu/" in name:
+            raise NotFinite(f"it is not finite in '{name}'")
+
+    monkeypatch.setattr("diloco_jax.runtime.island.host.check_finite", refuse)
+    script.admit()
+    while script.await_message(messages.StepReport).local_step < 2:
+        pass
+    script.say(messages.StatePull("island-1", 0, 0, 0))
+    refused = script.await_message(messages.StateRefused)
+    assert refused.receiver == "island-1" and "is not finite" in refused.reason
+    script.await_message(messages.StepReport)
+    assert not script.learner.host.states, "the copy is freed"
+
+
+def test_a_state_of_another_island_that_is_not_finite_is_not_loaded(
+    script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    script.admit(4)
+    script.await_message(messages.StateRequest)
+    layout, leaves = script.learner.host.moving, script.learner.host.island.state_layout.by_name
+
+    def spoiled(name: str) -> Any:
+        return np.full(leaves[name].shape, np.nan if "float" in leaves[name].dtype else 0, leaves[name].dtype)
+
+    moving = MovingState(layout, spoiled)
+    parts = moving.count(payloads.STATE_PART_BYTES)
+    for number in range(parts):
+        payload = b"".join(moving.part(number, payloads.STATE_PART_BYTES))
+        part = messages.StateChunk("donor", 3, NAME, 30, number, parts, codec.digest(payload), len(payload), clock=4)
+        script.say(part, payload)
+    script.await_message(messages.StateDone)
+    # Another donor may have a better state.
+    script.await_message(messages.StateRequest)
+    script.say(messages.StateUnavailable("", "nobody is there"))
+    assert script.await_message(messages.StepReport).local_step == 1
+    assert script.tape("state") == [] and "the state of donor cannot be used: it is not finite in" in caplog.text
 
 
 def test_a_learner_that_is_refused_for_good_says_why() -> None:
