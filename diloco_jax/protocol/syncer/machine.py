@@ -83,10 +83,10 @@ class Syncer:
             **dict.fromkeys(get_args(StateMessage), self._on_state_message),
         }
 
-    def on_begin(self, digests: Sequence[int], now_s: float) -> list[Effect]:
-        """Take the first input of a run: the digests of the initial fragments."""
+    def on_begin(self, digests: Sequence[int], now_s: float, run: str = "") -> list[Effect]:
+        """Take the first input of a run: the digests of the initial fragments, and the id that the driver drew."""
         assert len(digests) == len(self.versions), f"{len(digests)} initial fragments, not {len(self.versions)}"
-        self.downstream.digests = list(digests)
+        self.downstream.digests, self.membership.run = list(digests), run
         return []
 
     def on_message(self, message: LearnerMessage, now_s: float) -> list[Effect]:
@@ -122,7 +122,8 @@ class Syncer:
     def _on_hello(self, message: Hello, now_s: float) -> None:
         """Let a learner join or return, or answer a greeting that it repeats because something was lost."""
         progress = self.progress
-        refusal = self.membership.refusal(message, progress.epoch, progress.rewound)
+        newest = None if self.restoring else progress.global_step
+        refusal = self.membership.refusal(message, progress.epoch, progress.rewound, newest)
         if refusal:
             self._refuse(message, refusal)
             return
@@ -137,8 +138,8 @@ class Syncer:
         elif member.state == SILENT:
             self.roster.heard(member, now_s)
             self.rounds.count(member)
-        welcome = messages.Welcome(progress.global_step, tuple(self.versions), progress.epoch, progress.schedule_lead)
-        self._effects.append(Send(member.learner_id, welcome))
+        now = (progress.global_step, tuple(self.versions), progress.epoch, progress.schedule_lead)
+        self._effects.append(Send(member.learner_id, messages.Welcome(*now, self.run)))
         self.roster.supply(member, message)
         restoring = self.comeback.restoring
         # The newest version of a wanted fragment is not known yet.
@@ -363,6 +364,11 @@ class Syncer:
             names = ", ".join(sorted(restoring.awaited)) or "versions on their way"
             return f"learners to bring what the syncer lost: {names}"
         return self.rounds.waiting_for(now_s)
+
+    @property
+    def run(self) -> str:
+        """Return the id of the run; "" if an older release started it."""
+        return self.membership.run
 
     @property
     def epoch(self) -> int:

@@ -392,7 +392,7 @@ class SyncerRun:
             lingers = mode == FAILOVER and machine.over
             numbers = IslandNumbers(run_dir / ISLANDS_FILE, config.islands.names)
             description = self._description._replace(began_unix_s=clock.began_unix_s)
-            life = Life(mode, machine.epoch, stop, self._fingerprint, description, numbers.number_of)
+            life = Life(mode, machine.epoch, stop, self._fingerprint, description, numbers.number_of, machine.run)
             self._free_port()
             listener = open_listener(config, run_dir, life)
             watch.listens(listener)

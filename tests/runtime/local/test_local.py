@@ -197,7 +197,7 @@ def test_a_program_that_never_joins_fails_and_one_that_joined_has_left(tmp_path:
     (tmp_path / "tapes").mkdir()
     lives = [[""], ["touch tapes/island-1.7.jsonl; echo complete"]]
     told = Told(tmp_path, [FOREVER], lives, command=("python", "loop.py"))
-    with pytest.raises(RunFailed, match="0 islands are left, .*: island-0 ended with status 0") as failed:
+    with pytest.raises(RunFailed, match=r"0 islands are left, .*: island-0 ended with status 0") as failed:
         told.run.run()
     assert not failed.value.wrong_input
     assert "island-0 ended without joining the run; call diloco_jax.join in islands.command" in told.lines
