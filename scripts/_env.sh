@@ -65,14 +65,16 @@ env_is_ready() {
     [ -x "$venv/bin/diloco" ] && "$venv/bin/python" -c '' 2>/dev/null
 }
 
-# Without --quiet, because the log is the only place that shows progress.
+# Without --quiet, because the log is the only place that shows progress. pip would compile on one core, and tests too.
+# Python compiles what is missing when it is imported, so a failure here costs only time.
 pip_install() {
   local pins=() extras="$1"
   if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
     pins=(--constraint constraints-py311.txt)
   fi
-  "$venv/bin/python" -m pip install --disable-pip-version-check --editable ".${extras:+[$extras]}" ${pins[@]+"${pins[@]}"} \
-    >"$venv/.install.log" 2>&1 </dev/null
+  "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --editable ".${extras:+[$extras]}" \
+    ${pins[@]+"${pins[@]}"} >"$venv/.install.log" 2>&1 </dev/null || return 1
+  "$venv/bin/python" -m compileall -q -j 0 -x 'site-packages/.*/tests?/' "$venv/lib" >>"$venv/.install.log" 2>&1 || true
 }
 
 # Its caller turns `set -e` off (left of ||), so the function checks every step that can fail.

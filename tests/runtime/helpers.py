@@ -52,6 +52,7 @@ def environment(step_s: float = STEP_S) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": os.environ["DILOCO_TEST_PROGRAMS"],
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
     }
     return kept | programs | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "DILOCO_TEST_STEP_S": str(step_s)}
 

@@ -17,6 +17,7 @@ from tests.transport.ends import CONFIG, LIMIT, Ends, comes_true, greet, hear, h
 pytestmark = pytest.mark.net
 
 LEARNER_SAYS: list[tuple[m.LearnerMessage, bytes]] = [
+    (m.Hello("a", 0, (), (0,), (5,), 2, 8, 64, run="5eed"), b""),
     (m.Hello("a", 0, (("model", "5f"), ("config", "é")), (-1, 0, 7), (0, 5, 2**64 - 1), 2, 8, 64), b""),
     (m.StepReport("a", 0, 3, 192, 2, (m.Adopted(), m.Adopted(2, 1, 64)), 0.25, 5.5, 24, 64), b""),
     (m.FragmentValue("a", 0, 2, 1, 3, 2, 128, -1, 16, 5), b"bytes"),
@@ -32,6 +33,7 @@ LEARNER_SAYS: list[tuple[m.LearnerMessage, bytes]] = [
 ]
 SYNCER_SAYS: list[tuple[m.SyncerMessage, bytes]] = [
     (m.Welcome(4, (4, -1), 2, 7), b""),
+    (m.Welcome(4, (4, -1), 2, 7, "5eed"), b""),
     (m.Refuse("no"), b""),
     (m.PullRequest(5, 1, 40), b""),
     (m.GlobalFragment(5, 1, 4, 2, 2**64 - 1, 4, -1, 3, -(2**40)), b"\x00\xff\x00\xff"),

@@ -182,4 +182,4 @@ def test_a_new_run_does_not_continue_at_the_position_of_another_run_in_its_folde
         shutil.move(tmp_path / "states", run_dir / "states")
     (_, first), (_, second) = sorted(reads(tmp_path, "island-0").items())
     assert first[:20] == second[:20] == uninterrupted(sys.executable, 1, 20)[0]
-    assert "are of another run: they are of global step" in log
+    assert "are of another run: they have its id" in log

@@ -1,20 +1,27 @@
-"""`diloco follow` beside a real run: started late, killed, started again, and equal to the export at the end."""
+"""`diloco follow` at a listener of this process; and beside a real run: killed, started again, equal to the export."""
 
 import json
 import subprocess
+import sys
+import threading
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from diloco_jax.runtime.records import signals
 from diloco_jax.runtime.records.files import ADDRESS_FILE
 from diloco_jax.runtime.records.status import read_status
 from diloco_jax.tools.export.kept import NEWEST, VERSION_FILE
 from diloco_jax.transport.session.calls import ask_status
 from tests.limits import HANGS_S
 from tests.runtime.helpers import SLOW_STEP_S, call, json_lines, start, wait_for, write_config
+from tests.runtime.subscriber.test_subscription import ROUNDS, Run, run
+
+__all__ = ["run"]  # a fixture
 
 pytestmark = pytest.mark.net
 # The run lasts for 60 s at least, many times longer than the start of a follower. Two of them start meanwhile.
@@ -37,6 +44,7 @@ def version_of(out: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+@pytest.mark.long
 def test_a_follower_that_is_killed_ends_with_the_model_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +86,37 @@ def test_a_follower_that_is_killed_ends_with_the_model_of_the_run(
     summary = json.loads((run / "summary.json").read_text())
     assert sorted(summary["learners"]) == ["island-0", "island-1"]
     assert {row.get("kind") for row in json_lines(run / "metrics.jsonl") if "reader" in str(row)} == set()
+
+
+def test_each_model_is_written_reported_and_passed_on(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, called, names = tmp_path / "model", list[str](), set[str]()
+
+    def note(folder: Path) -> None:
+        """Make the next model due."""
+        called.append(folder.name)
+        names.update(row["subscriber"] for row in run.subscribers.state())
+        for _ in range(3 if run.machine.global_step < ROUNDS else 0):
+            run.do(run.train)
+
+    monkeypatch.setattr(signals, "stop_on_signals", threading.Event)
+    monkeypatch.setitem(sys.modules, "called_by_follow", SimpleNamespace(note=note))
+    words = ("follow", run.listener.address, "--out", out, "--format", "npz", "--json", "--name", "reader")
+    done = call(*words, "--every", 3, "--serve", "--call", "called_by_follow:note")
+    assert done.returncode == 0, done.stderr
+    serves, *models, last = map(json.loads, done.stdout.splitlines())
+    assert serves["serves"].startswith("http://127.0.0.1:") and last == {"complete": True}
+    assert [model["global_step"] for model in models] == [0, 3, 6, 9]
+    assert called == [Path(model["folder"]).name for model in models] and names == {"reader"}
+    with np.load(out / NEWEST / "parameters.npz") as written:
+        assert {name: written[name].tobytes() for name in written} == {
+            path: value.tobytes() for path, value in run.parameters().items()
+        }
+    assert version_of(out)["exact"] and version_of(out)["global_step"] == ROUNDS
+    # A follower that starts again in the folder finds the models of its run there.
+    again = call(*words)
+    assert again.returncode == 0 and version_of(out)["global_step"] == ROUNDS, again.stderr
 
 
 def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:

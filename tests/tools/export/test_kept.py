@@ -249,3 +249,18 @@ def test_the_server_takes_few_connections_and_no_strangers(tmp_path: Path, monke
             assert second.recv(1) == b"", "one place, and it is taken"
         first.sendall(b"\r\n")
         assert first.recv(1 << 16).startswith(b"HTTP/1.0 200")
+
+
+def test_a_request_under_a_foreign_name_is_refused(tmp_path: Path) -> None:
+    """A page of another site may point its own name at this address, and let a browser read the model."""
+    with kept(tmp_path / "model") as models:
+        models.put(model(4), all_of)
+    with ModelServer(tmp_path / "model", "127.0.0.1:0", allow_plaintext=False) as server:
+        port = server.server_port
+        ours = [f"127.0.0.1:{port}", f"localhost:{port}", "LOCALHOST", f"[::1]:{port}", ""]
+        foreign = [f"evil.example:{port}", "127.0.0.1.evil.example", "["]
+        for host, status in [*((each, 200) for each in ours), *((each, 421) for each in foreign)]:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+            connection.request("GET", "/", headers={"Host": host})
+            assert connection.getresponse().status == status, host
+            connection.close()

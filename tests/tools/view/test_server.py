@@ -107,7 +107,7 @@ def test_an_island_is_drained_with_the_token_alone(tmp_path: Path, monkeypatch: 
         status, text, _ = ask(server, "/drain", {"run": 0, "learner": "a"}, X_Token="{token}")
         assert (status, json.loads(text)) == (200, {"ok": True, "message": "a leaves"})
         assert ask(server, "/drain", {"run": 0, "learner": "b"}, X_Token="{token}")[0] == 409
-        for body in (b"", b"{", b"[]", {"run": 1, "learner": "a"}, {"run": 0}, b"9" * 9999):
+        for body in (b"", b"{", b"[]", {"run": 1, "learner": "a"}, {"run": 0}, b"9" * 9999, b"[" * 4000):
             assert ask(server, "/drain", body, X_Token="{token}")[0] == 400
         assert asked == [("127.0.0.1:7", "a"), ("127.0.0.1:7", "b")]
 

@@ -1,5 +1,6 @@
 """One port for gRPC and bulk connections: what the first bytes say, certificates of bulk connections, and silence."""
 
+import asyncio
 import socket
 import ssl
 import threading
@@ -10,6 +11,7 @@ import grpc
 import pytest
 
 from diloco_jax.transport.connection import Connection
+from diloco_jax.transport.endpoints import front
 from diloco_jax.transport.endpoints.front import LOOK_BYTES_MAX, is_bulk
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink
 from diloco_jax.transport.link import TransportConfig, split_address
@@ -220,3 +222,37 @@ def test_bulk_connections_take_grpcs_proxy(monkeypatch: pytest.MonkeyPatch) -> N
     assert proxy_of("127.0.0.1:7") == ""
     monkeypatch.setenv("no_proxy", "other, .example")
     assert proxy_of("syncer.example:7") == "" and proxy_of("syncer.example.org:7") != ""
+
+
+def test_an_incomplete_message_is_looked_at_less_and_less_often(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look takes time of the thread that accepts all connections."""
+    pauses: list[float] = []
+    done = threading.Event()
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 9:
+            done.set()
+            await asyncio.Event().wait()
+
+    listener = ends.listen()
+    monkeypatch.setattr("diloco_jax.transport.endpoints.front.asyncio.sleep", pause)
+    with socket.create_connection(split_address(listener.address), HANGS_S) as stream:
+        stream.sendall(GREETING[:1])
+        assert done.wait(HANGS_S)
+    assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 1.28, 1.28]
+
+
+def test_one_host_keeps_few_connections_that_do_not_show_what_they_are_for(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "UNSORTED_MAX", 2)
+    listener = ends.listen()
+    idle = [socket.create_connection(split_address(listener.address), HANGS_S) for _ in range(4)]
+    for stream in idle[:2]:
+        stream.settimeout(HANGS_S)
+        assert stream.recv(1) == b"", "the oldest ones end"
+    # An honest caller shows at once what it is for.
+    greet(listener, ends.connect())
+    for stream in idle:
+        stream.close()

@@ -28,16 +28,22 @@ from diloco_jax.transport.session.stream import StreamSession
 from tests.limits import HANGS_S
 from tests.transport.ends import Quiet, comes_true, value
 
+# The id of the listener's run.
+ID = "5eed"
+
 
 class Side:
     """A listener's book of sessions with their inbox."""
 
     def __init__(self, **limits: int) -> None:
         self.config, self.inbox = TransportConfig(), Inbox()
-        self.book = SessionBook(self.config, "run", 3, **limits)  # type: ignore[arg-type]
+        self.book = SessionBook(self.config, "run", 3, run=ID, **limits)  # type: ignore[arg-type]
 
-    def admit(self, learner_id: str = "a", incarnation: int = 0, number: int = 1, epoch: int = 3) -> Quiet:
+    def admit(
+        self, learner_id: str = "a", incarnation: int = 0, number: int = 1, epoch: int = 3, run: str = ""
+    ) -> Quiet:
         header = pb.Header(run_id="run", epoch=epoch, sender=learner_id, incarnation=incarnation, session=number)
+        header.run = run
         return self.book.admit(header, lambda: Quiet(self.inbox, header))
 
     def open(self, learner_id: str = "a", incarnation: int = 0) -> Quiet:
@@ -92,6 +98,15 @@ def test_session_that_opens_while_the_listener_closes_is_refused(side: Side) -> 
     assert side.book.stop_admitting() == [opening]
     with pytest.raises(Refused, match="closing"):
         side.book.establish(opening)
+
+
+@pytest.mark.parametrize("epoch", [0, 3, 4])
+def test_a_learner_of_another_run_of_the_same_name_is_refused_for_good(side: Side, epoch: int) -> None:
+    words = "'a' has joined another run with the id cafe, and this syncer trains the run with the id 5eed: stop this"
+    with pytest.raises(Refused, match=words) as raised:
+        side.admit(epoch=epoch, run="cafe")
+    assert raised.value.final
+    side.admit(run=ID)
 
 
 def test_later_epoch_is_refused_and_an_earlier_one_welcome(side: Side) -> None:
