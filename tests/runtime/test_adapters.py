@@ -11,10 +11,20 @@ import pytest
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.settings.text import load
-from tests.runtime.helpers import call, kill_processes, processes_of, replayed, run, start, wait_for, write_config
+from tests.runtime.helpers import (
+    SLOW_STEP_S,
+    call,
+    kill_processes,
+    processes_of,
+    replayed,
+    run,
+    start,
+    wait_for,
+    write_config,
+)
 from tests.tools.export.folders import model_of, public
 
-STEPS = 200
+STEPS = 60
 
 
 @pytest.mark.long
@@ -26,14 +36,19 @@ def test_a_killed_run_of_adapters_is_resumed_and_replayed_bit_for_bit(tmp_path: 
     config = write_config(
         tmp_path,
         islands={"count": 2, "devices": 1},
-        # Steps are large enough that the run is killed long before its end.
-        train={"steps": STEPS, "batch_size": 64, "seq_len": 128, "eval_every": 0},
-        model={"module": model.module, "args": dict(model.args), "weights": model.weights, "lora": lora},
+        train={"steps": STEPS, "batch_size": 16, "seq_len": 64, "eval_every": 0},
+        # Its steps take so long that the run is killed before its end.
+        model={
+            "module": "tests.runtime.paced:PacedDecoder",
+            "args": dict(model.args),
+            "weights": model.weights,
+            "lora": lora,
+        },
         optimizer={"learning_rate": 0.01},
-        protocol={"sync_every": 6, "num_fragments": 3, "snapshot_every": 20},
+        protocol={"sync_every": 6, "num_fragments": 3, "snapshot_every": 10},
     )
     run_dir = tmp_path / "run"
-    process = start("train", config, "--run-dir", run_dir, "--quiet")
+    process = start("train", config, "--run-dir", run_dir, "--quiet", step_s=SLOW_STEP_S)
     try:
         wait_for(lambda: complete(run_dir / "checkpoints"), "a snapshot")
         process.kill()
