@@ -40,7 +40,7 @@ from diloco_jax.transport.endpoints.grpc_link import listen
 from diloco_jax.transport.link import Rejected, TransportConfig
 from tests.limits import HANGS_S
 
-pytestmark = pytest.mark.net
+pytestmark = [pytest.mark.net, pytest.mark.usefixtures("shared_programs", "quick_compiler")]
 
 M = TypeVar("M")
 # The model is wide enough for moments of several chunks.
