@@ -18,6 +18,8 @@ import hypothesis
 import jaxtyping
 import pytest
 
+from tests.drawn import examples
+
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "8",
@@ -72,7 +74,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A deadline would measure the machine.
-hypothesis.settings.register_profile("diloco", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "diloco",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    max_examples=examples(100),
+)
 hypothesis.settings.load_profile("diloco")
 
 # Under test every annotated array is checked against its shape and dtype; in production nobody pays for it.
