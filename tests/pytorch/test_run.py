@@ -69,10 +69,10 @@ def test_a_killed_pytorch_island_returns_with_its_moments_and_running_statistics
     protocol = {"sync_every": 4, "num_fragments": 3, "snapshot_every": 20, "quorum": 2}
     path = write(tmp_path, "returning_loop.py", train={"steps": 200, "eval_every": 100}, protocol=protocol)
     process = start("train", path, "--quiet", "--run-dir", run_dir, step_s=0.04)
-    wait_for(lambda: notes(run_dir, "merged", "island-1") > 3, "merges of island-1")
-    wait_for(lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state")
+    wait_for(lambda: notes(run_dir, "merged", "island-1") > 3, "merges of island-1", process)
+    wait_for(lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state", process)
     os.kill(pid_of(run_dir, "island-1"), signal.SIGKILL)
-    wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1")
+    wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1", process)
     output, _ = process.communicate(timeout=HANGS_S)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert process.returncode == 0 and summary["complete"] and summary["evaluated"], output

@@ -131,15 +131,21 @@ def call(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = HANGS_S) -> Any:
-    """Poll until the condition holds, and return its value."""
-    ends_s = time.monotonic() + timeout_s
+def wait_for(
+    condition: Callable[[], Any],
+    what: str,
+    process: "subprocess.Popen[str] | None" = None,
+    within_s: float = HANGS_S,
+) -> Any:
+    """Poll until the condition holds, and return its value; do not wait for a process that has ended."""
+    ends_s = time.monotonic() + within_s
     while time.monotonic() < ends_s:
-        value = condition()
-        if value:
+        ended = process is not None and process.poll() is not None
+        if value := condition():
             return value
+        assert not ended, f"the process ended before {what}: {process.stdout.read()}"
         time.sleep(0.05)
-    raise AssertionError(f"{what} did not happen within {timeout_s} s")
+    raise AssertionError(f"{what} did not happen within {within_s:g} s")
 
 
 def json_lines(path: Path) -> list[Any]:

@@ -1,8 +1,6 @@
 """A run of two islands that train adapters above a public model: killed as a whole, resumed, and replayed."""
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,6 @@ from tests.runtime.helpers import (
     SLOW_STEP_S,
     call,
     kill_processes,
-    processes_of,
     replayed,
     run,
     start,
@@ -37,23 +34,16 @@ def test_a_killed_run_of_adapters_is_resumed_and_replayed_bit_for_bit(tmp_path: 
         tmp_path,
         islands={"count": 2, "devices": 1},
         train={"steps": STEPS, "batch_size": 16, "seq_len": 64, "eval_every": 0},
-        # Its steps take so long that the run is killed before its end.
-        model={
-            "module": "tests.runtime.paced:PacedDecoder",
-            "args": dict(model.args),
-            "weights": model.weights,
-            "lora": lora,
-        },
+        model={"module": model.module, "args": dict(model.args), "weights": model.weights, "lora": lora},
+        # Steps take so long that the run is killed before its end.
+        callbacks=["tests.runtime.paced:Pace"],
         optimizer={"learning_rate": 0.01},
         protocol={"sync_every": 6, "num_fragments": 3, "snapshot_every": 10},
     )
     run_dir = tmp_path / "run"
     process = start("train", config, "--run-dir", run_dir, "--quiet", step_s=SLOW_STEP_S)
     try:
-        wait_for(lambda: complete(run_dir / "checkpoints"), "a snapshot")
-        process.kill()
-        for pid in processes_of(run_dir):
-            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: complete(run_dir / "checkpoints"), "a snapshot", process)
     finally:
         process.kill()
         process.communicate()

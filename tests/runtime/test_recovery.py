@@ -58,14 +58,14 @@ class Job:
         return [r for r in read_metrics(self.run_dir / "metrics.jsonl") if r["kind"] == kind]
 
     def await_everybody(self, names: list[str]) -> None:
-        wait_for(lambda: status(self.run_dir).get("global_step", 0) > 10, "training")
-        wait_for(lambda: all(self.merged_with(name) for name in names), "a value of each in a merge")
+        wait_for(lambda: status(self.run_dir).get("global_step", 0) > 10, "training", self.process)
+        wait_for(lambda: all(self.merged_with(name) for name in names), "a value of each in a merge", self.process)
 
     def await_life(self, name: str, number: int) -> list[list[Any]]:
         """Wait for the first step of this life; returns its tape until then."""
-        wait_for(lambda: len(self.tapes(name)) >= number, f"life {number} of {name}")
+        wait_for(lambda: len(self.tapes(name)) >= number, f"life {number} of {name}", self.process)
         path = self.tapes(name)[number - 1]
-        wait_for(lambda: any(line[0] == "step" for line in json_lines(path)), f"a step of {path.name}")
+        wait_for(lambda: any(line[0] == "step" for line in json_lines(path)), f"a step of {path.name}", self.process)
         return json_lines(path)
 
     def end(self) -> str:

@@ -95,12 +95,14 @@ def full(folder: Path) -> Path:
     path = config(folder, "full", program, 1200, snapshot_every=20)
     process = start("train", path, "--quiet", "--run-dir", run_dir, step_s=0.1)
     both = lambda: sum(len(each) == 2 for each in members(run_dir))  # noqa: E731
-    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and both() > 30, "merges of both", SLOW_HANGS_S)
-    wait_for(lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state", SLOW_HANGS_S)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and both() > 30, "merges of both", within_s=SLOW_HANGS_S)
+    wait_for(
+        lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state", within_s=SLOW_HANGS_S
+    )
     os.kill(island_pid(run_dir, "island-1"), signal.SIGKILL)
     before = both()
-    wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1", SLOW_HANGS_S)
-    wait_for(lambda: both() > before + 30, "merges of both after the return", SLOW_HANGS_S)
+    wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1", within_s=SLOW_HANGS_S)
+    wait_for(lambda: both() > before + 30, "merges of both after the return", within_s=SLOW_HANGS_S)
     summary = ended(process, run_dir)
     assert summary["num_parameters"] == NUM_PARAMETERS
     return run_dir

@@ -88,19 +88,23 @@ def island_pid(run_dir: Path, name: str) -> int:
 @pytest.mark.net
 def test_islands_die_and_return_the_syncer_dies_and_one_is_drained(tmp_path: Path, run_dir: Path) -> None:
     process = start("train", write(tmp_path, train={"steps": 1_000_000}), "--quiet", "--run-dir", run_dir, step_s=0.04)
-    wait_for(lambda: notes(run_dir, "merged", "island-1") > 3, "merges of island-1")
-    wait_for(lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state")
+    wait_for(lambda: notes(run_dir, "merged", "island-1") > 3, "merges of island-1", process)
+    wait_for(lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state", process)
     pid = island_pid(run_dir, "island-1")
     assert pid in [row["process"] for row in status(run_dir)["learners"] if row["learner"] == "island-1"]
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1")
+    wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1", process)
     tapes = lambda: [path.read_text() for path in (run_dir / "tapes").glob("island-1.*")]  # noqa: E731
-    wait_for(lambda: any('["state",' in tape for tape in tapes()), "its whole state, or a peer's")
+    wait_for(lambda: any('["state",' in tape for tape in tapes()), "its whole state, or a peer's", process)
     os.kill(next(pid for pid, words in processes_of(run_dir).items() if " syncer " in words), signal.SIGKILL)
     before = status(run_dir)["global_step"]
-    wait_for(lambda: status(run_dir).get("epoch") == 2 and status(run_dir)["global_step"] > before + 5, "failover")
-    wait_for(lambda: call("drain", "island-0", run_dir).returncode == 0, "island-0 at the new syncer, and its drain")
-    wait_for(lambda: notes(run_dir, "left", "island-0"), "the farewell of island-0")
+    wait_for(
+        lambda: status(run_dir).get("epoch") == 2 and status(run_dir)["global_step"] > before + 5, "failover", process
+    )
+    wait_for(
+        lambda: call("drain", "island-0", run_dir).returncode == 0, "island-0 at the new syncer, and its drain", process
+    )
+    wait_for(lambda: notes(run_dir, "left", "island-0"), "the farewell of island-0", process)
     interrupted(process)
     assert "1 compiled step" in (run_dir / "logs/island-1.log").read_text()
     audit = json.loads(call("audit", run_dir, "--json").stdout)

@@ -86,17 +86,17 @@ def check_sequence(folder: Path, name: str, want: list[list[int]], host: int = 0
     return at, len(before) - at
 
 
-def kill_once(run_dir: Path, name: str) -> None:
+def kill_once(process: "subprocess.Popen[str]", run_dir: Path, name: str) -> None:
     """Kill an island that has saved a state, and wait until it makes steps again."""
-    wait_for(lambda: any((run_dir / "states" / name).rglob("step_*.loader")), f"a saved state of {name}")
+    wait_for(lambda: any((run_dir / "states" / name).rglob("step_*.loader")), f"a saved state of {name}", process)
     os.kill(island_pid(run_dir, name), signal.SIGKILL)
-    wait_for(lambda: notes(run_dir, "joined", name) == 2, f"the return of {name}")
+    wait_for(lambda: notes(run_dir, "joined", name) == 2, f"the return of {name}", process)
 
     def steps_again() -> bool:
         newest = max((run_dir / "tapes").glob(f"{name}.*"), key=lambda path: path.name)
         return sum(line[0] == "step" for line in json_lines(newest)) > 5
 
-    wait_for(steps_again, f"steps of {name}")
+    wait_for(steps_again, f"steps of {name}", process)
 
 
 def kill_and_return(tmp_path: Path, python: str) -> None:
@@ -104,7 +104,7 @@ def kill_and_return(tmp_path: Path, python: str) -> None:
     run_dir = tmp_path / "run"
     process = train(tmp_path, python, train={"steps": 1_000_000})
     for name in ("island-1", "island-0"):
-        kill_once(run_dir, name)
+        kill_once(process, run_dir, name)
     interrupted(process)
     audit = json.loads(call("audit", run_dir, "--json").stdout)
     text = call("audit", run_dir).stdout
@@ -156,8 +156,10 @@ def test_all_hosts_of_an_island_continue_at_the_same_batch(tmp_path: Path, run_d
     islands = {"count": 1, "hosts": 2, "devices": 4}
     process = train(tmp_path, sys.executable, islands=islands, train={"steps": 160}, protocol={"sync_every": 3})
     states = run_dir / "states" / "island-0"
-    wait_for(lambda: all(any(states.glob(f"host-{host}-of-2/*.loader")) for host in (0, 1)), "states of both hosts")
-    wait_for(lambda: len(list(islice(states.glob("host-0-of-2/*.json"), 2))) == 2, "a second state")
+    wait_for(
+        lambda: all(any(states.glob(f"host-{host}-of-2/*.loader")) for host in (0, 1)), "states of both hosts", process
+    )
+    wait_for(lambda: len(list(islice(states.glob("host-0-of-2/*.json"), 2))) == 2, "a second state", process)
     os.kill(island_pid(run_dir, "island-0"), signal.SIGKILL)
     output, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0, output

@@ -63,6 +63,7 @@ class Job:
         wait_for(
             lambda: self.status["epoch"] == epoch and self.status["global_step"] >= global_step,
             f"global step {global_step} in life {epoch} of the syncer",
+            self.process,
         )
 
     @property

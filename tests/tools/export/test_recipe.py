@@ -84,7 +84,7 @@ def test_continued_pre_training(name: str, tmp_path: Path, capsys: pytest.Captur
     run_dir, out = tmp_path / "run", tmp_path / "out"
 
     training = start("train", config, "--run-dir", run_dir, "--quiet")
-    wait_for(lambda: status(run_dir).get("global_step", 0) > 20, "training")
+    wait_for(lambda: status(run_dir).get("global_step", 0) > 20, "training", training, SLOW_HANGS_S)
     victim = next(pid for pid, command in processes_of(run_dir).items() if "--island island-2" in command)
     os.kill(victim, signal.SIGKILL)
     output, _ = training.communicate(timeout=SLOW_HANGS_S)

@@ -65,18 +65,18 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     # every step is trained again by the tests
     process = start("train", config, "--run-dir", run_dir, "--quiet", step_s=SLOW_STEP_S)
     try:
-        wait_for(lambda: has_share(run_dir, "island-1") and status(run_dir)["global_step"] > 12, "training")
+        wait_for(lambda: has_share(run_dir, "island-1") and status(run_dir)["global_step"] > 12, "training", process)
         joiner = _join(run_dir)
-        wait_for(lambda: has_share(run_dir, "late"), "a share of the learner that joined late")
+        wait_for(lambda: has_share(run_dir, "late"), "a share of the learner that joined late", process)
         before = len(merged_rows(run_dir))
         os.kill(pid_of(run_dir, "--island island-1"), signal.SIGKILL)
         slow = pid_of(run_dir, "--island island-0")
         os.kill(slow, signal.SIGSTOP)
-        wait_for(lambda: has_share(run_dir, "island-1", before), "the return of island-1")
+        wait_for(lambda: has_share(run_dir, "island-1", before), "the return of island-1", process)
         os.kill(slow, signal.SIGCONT)
         before = len(merged_rows(run_dir))
         os.kill(pid_of(run_dir, "syncer"), signal.SIGKILL)
-        wait_for(lambda: status(run_dir)["epoch"] == 2, "another syncer")
+        wait_for(lambda: status(run_dir)["epoch"] == 2, "another syncer", process)
         for name in ("island-0", "island-1", "late"):
             wait_for(lambda: has_share(run_dir, name, before), f"a share of {name}")  # noqa: B023
         process.send_signal(signal.SIGINT)
