@@ -14,6 +14,7 @@ from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
+from tests.quick import quick_compiler  # noqa: F401
 from tests.training.islands import MakeIsland
 
 TINY = {"vocab_size": 16, "dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "mlp_dim": 32}
@@ -66,14 +67,6 @@ def batches() -> list[Sample]:
     """Eight batches of 8 sequences that count upwards from a random start: quickly learnt."""
     rng = np.random.default_rng(0)
     return [{"tokens": ((rng.integers(0, 16, (8, 1)) + np.arange(9)[None, :]) % 16).astype(np.int32)} for _ in range(8)]
-
-
-@pytest.fixture(scope="module")
-def quick_compiler() -> Iterator[None]:
-    """LLVM optimizes nothing: programs take half the time to compile. For tests that depend on no last bit."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
