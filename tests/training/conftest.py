@@ -17,6 +17,7 @@ from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
 from diloco_jax.training.state import TrainState
+from tests.quick import quick_compiler  # noqa: F401
 from tests.training.islands import TINY, MakeIsland
 
 
@@ -88,14 +89,6 @@ def batches() -> list[Sample]:
     """Eight batches of 8 sequences that count upwards from a random start: quickly learnt."""
     rng = np.random.default_rng(0)
     return [{"tokens": ((rng.integers(0, 16, (8, 1)) + np.arange(9)[None, :]) % 16).astype(np.int32)} for _ in range(8)]
-
-
-@pytest.fixture(scope="module")
-def quick_compiler() -> Iterator[None]:
-    """LLVM optimizes nothing: programs take half the time to compile. For tests that depend on no last bit."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
