@@ -20,6 +20,7 @@ import hypothesis
 import jaxtyping
 import pytest
 
+from tests.drawn import examples
 from tests.extras import pytest_runtest_setup  # noqa: F401
 from tests.limits import pytest_collection_modifyitems  # noqa: F401
 from tests.meter import Meter
@@ -80,7 +81,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A deadline would measure the machine.
-hypothesis.settings.register_profile("diloco", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "diloco",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    max_examples=examples(100),
+)
 hypothesis.settings.load_profile("diloco")
 
 # Under test every annotated array is checked against its shape and dtype; in production nobody pays for it.

@@ -132,27 +132,28 @@ class Import(NamedTuple):
     late: bool  # inside a function
 
 
-def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
+def statements_of(tree: ast.AST, late: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Every statement, and whether it is inside a function; expressions hold no statements, and are not visited."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield node, late
+            yield from statements_of(node, late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+@cache
+def imports_of(source: str, module: str, is_package: bool = False) -> list[Import]:
     """Every import of a file, those of TYPE_CHECKING blocks too: a type is a dependency like any other."""
-    tree = parsed(source)
-    late = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for node in ast.walk(function)
-    }
-    parts = module.split(".")
-    for node in ast.walk(tree):
+    found, parts = [], module.split(".")
+    for node, late in statements_of(parsed(source)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(alias.name, node.lineno, id(node) in late)
+            found += [Import(alias.name, node.lineno, late) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 up = node.level - 1 if is_package else node.level
                 base = ".".join(parts[: len(parts) - up] + ([node.module] if node.module else []))
-            for alias in node.names:
-                yield Import(f"{base}.{alias.name}", node.lineno, id(node) in late)
+            found += [Import(f"{base}.{alias.name}", node.lineno, late) for alias in node.names]
+    return found
 
 
 def layer_of(module: str) -> str:
@@ -279,7 +280,7 @@ def test_rooms_are_of_a_size() -> None:
 def test_no_two_classes_share_a_name() -> None:
     homes: dict[str, list[str]] = {}
     for module, source in package_sources()[0].items():
-        for node in ast.walk(parsed(source)):
+        for node, _ in statements_of(parsed(source)):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
     found = [

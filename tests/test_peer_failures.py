@@ -302,7 +302,7 @@ def test_8_no_island_advertises_an_address(listener: GrpcListener) -> None:
         assert not {"address", "host", "port", "url"} & set(kind._fields), kind
     # The host of this field is a number.
     fields = pb.Header.DESCRIPTOR.fields_by_name
-    assert {name for name in fields if isinstance(getattr(pb.Header(), name), str)} == {"run_id", "sender"}
+    assert {name for name in fields if isinstance(getattr(pb.Header(), name), str)} == {"run", "run_id", "sender"}
 
 
 def test_9_first_compile_takes_longer_than_the_lease() -> None:

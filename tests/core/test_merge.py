@@ -5,7 +5,7 @@ import math
 import numpy as np
 import optax
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -17,6 +17,7 @@ from diloco_jax.core.merge import PAIRS_MAX, MergeConfig, Rule, coefficients, me
 from diloco_jax.core.outer import Nesterov, Optax, Outer
 from diloco_jax.core.passes import Merger, Values, norms, squares_of
 from tests.core.merging import FORMATS, layout_of, make_merger, payload_of, round_of, rules_of
+from tests.drawn import examples
 
 elements = st.floats(-100, 100, width=32).map(lambda x: 0.0 if abs(x) < 1e-3 else x)
 
@@ -95,12 +96,14 @@ def test_unusable_counters_are_refused(tokens: list[int], steps: list[int], word
         token_weights(tokens, steps)
 
 
+@settings(max_examples=examples(40))
 @given(merges())
 def test_average_matches_reference(case: tuple[list[np.ndarray], list[float]]) -> None:
     gradients, weights = case
     np.testing.assert_allclose(average(gradients, weights), reference_average(gradients, weights), atol=1e-4)
 
 
+@settings(max_examples=examples(40))
 @given(merges())
 def test_rda_matches_reference(case: tuple[list[np.ndarray], list[float]]) -> None:
     gradients, weights = case
@@ -111,6 +114,7 @@ def test_rda_matches_reference(case: tuple[list[np.ndarray], list[float]]) -> No
     np.testing.assert_allclose(result, expected, atol=1e-4 * max(1.0, float(np.abs(expected).max())))
 
 
+@settings(max_examples=examples(40))
 @given(merges())
 def test_rda_norm_is_the_mean_norm(case: tuple[list[np.ndarray], list[float]]) -> None:
     gradients, weights = case
@@ -123,6 +127,7 @@ def test_rda_norm_is_the_mean_norm(case: tuple[list[np.ndarray], list[float]]) -
     assert np.linalg.norm(result) == pytest.approx(np.average(norms, weights=weights), rel=rel)
 
 
+@settings(max_examples=examples(40))
 @given(merges(), st.integers(1, 6))
 def test_identical_gradients_merge_to_themselves(case: tuple[list[np.ndarray], list[float]], count: int) -> None:
     gradient, weights = case[0][0], (case[1] * count)[:count]
@@ -131,6 +136,7 @@ def test_identical_gradients_merge_to_themselves(case: tuple[list[np.ndarray], l
         np.testing.assert_allclose(merge(copies, weights), gradient, rtol=2e-6)
 
 
+@settings(max_examples=examples(40))
 @given(merges())
 def test_equal_inputs_give_equal_bits_and_stay_as_they_are(case: tuple[list[np.ndarray], list[float]]) -> None:
     gradients, weights = case
@@ -240,6 +246,11 @@ STACKS = {
     "leaves": (5, LEAF // 3, 1),
     "long": (2, LEAF + 100, 1),
 }
+# A stack of several leaves has half a million elements, and a leaf begins with a block of its own in every format.
+LARGE: dict[str, tuple[Format, ...]] = {"leaves": ("float32", "int4"), "long": ("bfloat16", "ternary")}
+STACKS_AND_FORMATS = pytest.mark.parametrize(
+    ("name", "up"), [(name, up) for name in STACKS for up in LARGE.get(name, FORMATS)]
+)
 
 
 def stacks(seed: int, name: str) -> np.ndarray:
@@ -249,8 +260,7 @@ def stacks(seed: int, name: str) -> np.ndarray:
     return (10.0 ** rng.permutation(shape[0])[:, None, None] ** 0.3 * rng.standard_normal(shape)).astype(np.float32)
 
 
-@pytest.mark.parametrize("up", FORMATS)
-@pytest.mark.parametrize("name", STACKS)
+@STACKS_AND_FORMATS
 def test_units_are_merged_as_separate_tensors(name: str, up: Format) -> None:
     shape, layout = STACKS[name], layout_of({"w": STACKS[name]})
     payloads = [payload_of({"w": stacks(m, name)}, up) for m in range(3)]
@@ -284,8 +294,7 @@ def merged_stacks(up: Format, name: str, count: int, pairs_max: int = PAIRS_MAX)
     return -merger.update(values, merger.inspect(values), weights, state).state.value.reshape(shape)
 
 
-@pytest.mark.parametrize("up", FORMATS)
-@pytest.mark.parametrize("name", STACKS)
+@STACKS_AND_FORMATS
 def test_many_learners_are_merged_without_pairs(name: str, up: Format) -> None:
     count, shape = PAIRS_MAX + 1, STACKS[name]
     gradients = [

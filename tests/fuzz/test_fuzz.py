@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from diloco_jax.transport import wire
 from diloco_jax.transport.session import assembly
 from diloco_jax.transport.trust import security
+from tests.drawn import examples
 from tests.fuzz import targets
 from tests.fuzz.inputs import framed, mutate
 from tests.fuzz.targets import FRAMES, TARGETS, value_frames
@@ -28,13 +29,13 @@ def test_seeds_and_their_mutations(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(data=st.data())
 def test_any_bytes(name: str, data: st.DataObject) -> None:
     TARGETS[name].run(data.draw(st.binary(max_size=120)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_frames_cut_swapped_and_repeated(data: st.DataObject) -> None:
     """Frames that are each valid, in an order that is not: nothing but the right payload ever comes out."""

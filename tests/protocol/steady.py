@@ -1,5 +1,7 @@
-"""Settings of property tests: the same examples every time, and no clock that fails on a busy machine."""
+"""Settings of property tests: by default the same examples every time, and no clock that fails on a busy machine."""
 
 from hypothesis import HealthCheck, settings
 
-STEADY = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+from tests.drawn import TIMES
+
+STEADY = settings(deadline=None, derandomize=TIMES == 1, suppress_health_check=[HealthCheck.too_slow])

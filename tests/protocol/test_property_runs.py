@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from tests.drawn import seeds
 from tests.protocol.pair import Pair
 
 NAMES = ("a", "b", "c")
 FAULTS = ("cut", "restart", "hold", "release", "lose", "hold-merges", "merge", "poison", "break")
-SEEDS = 100
 
 
 def commands(rng: random.Random) -> list[tuple[str, Any]]:
@@ -72,7 +72,7 @@ def fail_power(pair: Pair, lines: int) -> None:
     pair.restart_syncer(min(lines, max(0, len(pair.tape) - first)))
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_after_any_troubles_rounds_continue(seed: int) -> None:
     rng = random.Random(seed)
     tau, quorum = rng.choice([0, 1, 2, 4]), rng.randint(1, 3)

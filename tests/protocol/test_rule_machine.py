@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from diloco_jax.protocol.learner.machine import STOPPED
 from diloco_jax.protocol.messages import Lease
+from tests.drawn import TIMES, examples
 from tests.protocol.pair import Pair
 
 NAMES = ("a", "b", "c")
@@ -249,9 +250,9 @@ def _indices(ranges: list[tuple[int, int]]) -> Iterator[int]:
 
 TestRules = Machine.TestCase
 TestRules.settings = settings(
-    max_examples=60,
+    max_examples=examples(30),
     stateful_step_count=50,
     deadline=None,
-    derandomize=True,
+    derandomize=TIMES == 1,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

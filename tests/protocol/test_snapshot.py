@@ -23,6 +23,7 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.syncer.machine import Syncer
+from tests.drawn import examples
 from tests.protocol.pair import Pair
 from tests.protocol.steady import STEADY
 from tests.protocol.syncer_inputs import digest, fragment, hello, merged, new, only, report, running, sent, value
@@ -71,7 +72,7 @@ class Driven:
         return other
 
 
-@settings(STEADY, max_examples=200)
+@settings(STEADY, max_examples=examples(60))
 @given(syncer_inputs, syncer_inputs, st.integers(0, 3), st.integers(1, 3))
 def test_a_restored_machine_has_the_same_future(before: list[Any], after: list[Any], tau: int, quorum: int) -> None:
     first = Driven(tau, quorum)

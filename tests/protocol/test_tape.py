@@ -25,6 +25,7 @@ from diloco_jax.protocol.messages import (
 from diloco_jax.protocol.releases import PROTOCOL, RELEASE, STAMP, OtherRelease
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import Moment, Moments, TapedSyncer, lives, replay, returns
+from tests.drawn import examples
 from tests.protocol.pair import FINGERPRINT, Pair
 from tests.protocol.steady import STEADY
 from tests.protocol.syncer_inputs import hello, new, report, value
@@ -273,7 +274,7 @@ def test_a_malformed_line_is_named_by_its_number(line: str) -> None:
         list(replay([GOOD, GOOD, line, GOOD], new()))
 
 
-@settings(STEADY, max_examples=200)
+@settings(STEADY, max_examples=examples(200))
 @given(st.data())
 def test_a_torn_or_altered_line_is_named_or_harmless(data: st.DataObject) -> None:
     """Whatever becomes of one line of a tape: the replay goes through, or says which line it is."""

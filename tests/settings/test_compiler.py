@@ -5,94 +5,92 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from diloco_jax.runtime.records.files import PROGRAMS
-from diloco_jax.settings.compiler import host_kind
-from tests.limits import HANGS_S
+from diloco_jax.settings import compiler
+from diloco_jax.settings.compiler import host_kind, keep_programs
 from tests.runtime.helpers import environment, write_config
 
-PROCESS = """
-import sys
+# One process loads the package. Copies of it, made before JAX starts its backend, are the processes of a run: a
+# learner, the one that replaces it, and the next one. That one finds damaged files, because the one before it was
+# killed while it wrote them.
+PROCESSES = """
+import os, sys
 from pathlib import Path
 import jax
 from diloco_jax.settings.compiler import keep_programs
-
-hits = []
-jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
-keep_programs(Path(sys.argv[1]))
-print(int(jax.jit(lambda x: 2 * x + 1)(20)), len(hits))
-"""
-
-
-def python(words: str, *arguments: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", words, *map(str, arguments)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANGS_S, check=True)
-
-
-def start(run_dir: Path, **changes: str) -> tuple[str, str]:
-    """Value and number of hits, and what went to standard error."""
-    kept = {key: value for key, value in environment().items() if not key.startswith("JAX_COMPILATION_CACHE")}
-    ran = python(PROCESS, run_dir / PROGRAMS, env=kept | changes)
-    return ran.stdout.strip(), ran.stderr
-
-
-def test_the_second_process_compiles_nothing_and_damage_costs_only_time(tmp_path: Path) -> None:
-    assert start(tmp_path)[0] == "41 0"
-    value, hits = start(tmp_path)[0].split()
-    assert value == "41" and int(hits) >= 1
-    entries = [path for path in (tmp_path / PROGRAMS / host_kind()).iterdir() if path.name.endswith("-cache")]
-    assert len(entries) >= 1
-    # The process was killed in the middle of writing these files.
-    for path in entries:
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    value, error = start(tmp_path)
-    assert value == "41 0" and "Error reading persistent compilation cache entry" in error
-
-
-def test_the_users_own_cache_has_precedence(tmp_path: Path) -> None:
-    start(tmp_path / "run", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
-    assert not (tmp_path / "run").exists() and any((tmp_path / "own").iterdir())
-
-
-MERGES = """
-import os, sys
-from pathlib import Path
 from diloco_jax.settings.text import load
-from diloco_jax.settings.compiler import keep_programs
 
 load(sys.argv[2])
 assert "numba" not in sys.modules, "its settings are read when it is imported"
-keep_programs(Path(sys.argv[1]))
+folder = Path(sys.argv[1])
+
+def compile_in_a_process():
+    if (copy := os.fork()) != 0:
+        assert os.waitpid(copy, 0)[1] == 0
+        return
+    hits = []
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if "/cache_hits" in event else None)
+    keep_programs(folder)
+    print(int(jax.jit(lambda x: 2 * x + 1)(20)), len(hits), flush=True)
+    os._exit(0)
+
+compile_in_a_process()
+compile_in_a_process()
+for path in folder.rglob("*-cache"):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+compile_in_a_process()
+keep_programs(folder)
 import numba
 print(numba.config.CACHE_DIR)
 """
 
 
-def merges_kept(run_dir: Path, config: Path, **changes: str) -> Path:
-    """Return the folder where a process of a run keeps compiled merges."""
-    dropped = ("JAX_COMPILATION_CACHE", "XDG_", "NUMBA_", "HOME")
-    kept = {key: value for key, value in environment().items() if not key.startswith(dropped)}
-    return Path(python(MERGES, run_dir / PROGRAMS, config, env=kept | changes).stdout.strip())
+def test_the_second_process_compiles_nothing_and_damage_costs_only_time(tmp_path: Path) -> None:
+    kept = {name: value for name, value in environment().items() if not name.startswith(("JAX_COMP", "NUMBA_"))}
+    command = [sys.executable, "-c", PROCESSES, str(tmp_path / PROGRAMS), str(write_config(tmp_path))]
+    ran = subprocess.run(
+        command, env=kept | {"XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=1000
+    )
+    assert ran.returncode == 0, ran.stderr
+    first, second, damaged, merges = ran.stdout.splitlines()
+    assert first == damaged == "41 0" and second.startswith("41 ") and int(second.split()[1]) >= 1
+    assert "Error reading persistent compilation cache entry" in ran.stderr
+    assert [path for path in (tmp_path / PROGRAMS / host_kind()).iterdir() if path.name.endswith("-cache")]
+    assert merges == str(tmp_path / "diloco_jax"), "the process that imports Numba later stores its programs there"
 
 
-def test_merges_are_kept_for_the_user_or_with_the_run(tmp_path: Path) -> None:
-    config, blocked = write_config(tmp_path), tmp_path / "blocked"
+def test_the_users_own_cache_has_precedence(tmp_path: Path) -> None:
+    # The tests of this process started with a folder of their own.
+    own = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    keep_programs(tmp_path / "run")
+    assert jax.config.values["jax_compilation_cache_dir"] == own and not (tmp_path / "run").exists()
+
+
+def test_merges_are_kept_for_the_user_or_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked, home, caches, run_dir = (tmp_path / name for name in ("blocked", "user", "caches", "run"))
     blocked.write_text("a file where a folder would have to be", encoding="utf-8")
-    run_dir, own = tmp_path / "run", tmp_path / "run" / PROGRAMS / host_kind()
-    home = tmp_path / "user"
     home.mkdir()
-    assert merges_kept(run_dir, config, HOME=str(home)) == home / ".cache" / "diloco_jax"
-    caches = tmp_path / "caches"
-    assert merges_kept(run_dir, config, HOME=str(blocked), XDG_CACHE_HOME=str(caches)) == caches / "diloco_jax"
-    assert merges_kept(run_dir, config, HOME=str(blocked)) == own
-    assert merges_kept(run_dir, config, HOME=str(blocked), NUMBA_CACHE_DIR=str(tmp_path)) == tmp_path
+
+    def kept(**changes: Path) -> Path:
+        """Return the folder where a process of a run keeps compiled merges."""
+        for name in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"):
+            monkeypatch.delenv(name, raising=False)
+        for name, folder in changes.items():
+            monkeypatch.setenv(name, str(folder))
+        keep_programs(run_dir / PROGRAMS)
+        return Path(os.environ["NUMBA_CACHE_DIR"])
+
+    assert kept(HOME=home) == home / ".cache" / "diloco_jax"
+    assert kept(HOME=blocked, XDG_CACHE_HOME=caches) == caches / "diloco_jax"
+    assert kept(HOME=blocked) == run_dir / PROGRAMS / host_kind()
+    assert kept(HOME=blocked, NUMBA_CACHE_DIR=tmp_path) == tmp_path
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux tells here what a processor can do")
 def test_hosts_of_another_kind_keep_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diloco_jax.settings import compiler
-
     here = host_kind()
     other = tmp_path / "cpuinfo"
     other.write_text("processor : 0\nflags : fpu sse2\n", encoding="utf-8")

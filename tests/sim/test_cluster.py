@@ -135,8 +135,7 @@ def test_repetitions_thin_out_on_a_slow_link() -> None:
     assert verdict.merged_parts < watch.values < 4 * verdict.merged_parts
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("turns", [4, 10])
+@pytest.mark.parametrize(("turns", "seed"), [(4, 0), (10, 0), (10, 1), (10, 2)])
 def test_a_state_may_be_on_its_way_for_many_turns_of_all_fragments(turns: int, seed: int) -> None:
     """It takes five: with less time than that, nobody gets it; a link that breaks on the way loses no part."""
     names = ("island-1",)
@@ -145,10 +144,10 @@ def test_a_state_may_be_on_its_way_for_many_turns_of_all_fragments(turns: int, s
             config=replace(SMALL, recovery_turns=turns),
             learners=3,
             total_steps=160,
-            network=NetworkOptions(delay_s=0.1),
+            network=NetworkOptions(delay_s=0.2),
             faults=(Fault(20.0, "crash", names, 2.0, notice_s=0.05), Fault(30.0, "disconnect", names, 1.0, 0.1)),
-            # Up to 64 parts at a time travel for 0.4 s.
-            state_parts=3500,
+            # Up to 64 parts at a time travel for 0.8 s.
+            state_parts=1600,
             seed=seed,
         )
     )

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def _finite_leaf(staged: StagedState, name: str) -> Any:
-    """Wait for a leaf of a state that travels; NotFinite if no other island may get it."""
+    """Wait for a leaf of a state that travels; UnusableState if no other island may get it."""
     array = staged.leaf(name)
     check_finite(name, array)
     return array

@@ -17,7 +17,7 @@ from diloco_jax.runtime.island.adoptions import STATE_PART_BYTES
 from diloco_jax.runtime.island.spare_time import SpareTime
 from diloco_jax.runtime.island.threads import start_thread
 from diloco_jax.training.island_state import StagedUpdate
-from diloco_jax.training.whole_state.finite import NotFinite
+from diloco_jax.training.whole_state.finite import UnusableState
 from diloco_jax.training.whole_state.moving import MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
 from diloco_jax.transport.link import Buffer, Link, LinkClosed, Payload
@@ -78,7 +78,7 @@ class PayloadSender:
             except CopyGone as error:
                 log.info(f"part {message.part} of a state was not sent to {message.receiver}: {error}")
                 return
-            except NotFinite as error:
+            except UnusableState as error:
                 log.warning(f"{message.receiver} gets no state of this island: {error}")
                 refuse(str(error))
                 return

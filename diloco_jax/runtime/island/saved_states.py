@@ -26,7 +26,7 @@ from diloco_jax.core.codec import as_bytes
 from diloco_jax.runtime.island.loader_state import LOADER_BYTES_MAX
 from diloco_jax.runtime.island.spare_time import SpareTime
 from diloco_jax.training.data.documents import file_system
-from diloco_jax.training.whole_state.finite import NotFinite, check_finite
+from diloco_jax.training.whole_state.finite import UnusableState, check_finite
 from diloco_jax.training.whole_state.staging import PartialLeaf, Shard, StagedShards, read_shards
 
 CHUNK_BYTES = 1 << 22  # between pauses
@@ -227,7 +227,7 @@ class SavedStates:
         try:
             for shard, copy in zip(staged.shards, staged.copies, strict=True):
                 check_finite(shard.name, np.asarray(copy), rest)
-        except NotFinite as error:
+        except UnusableState as error:
             # The saves before it are kept, because a process that loads this one would be excluded from every merge.
             log.warning(f"the state of global step {name.global_step} was not saved: {error}; training continues")
             return str(error)

@@ -14,7 +14,7 @@ from diloco_jax.transport.session.calls import cannot_listen
 IDLE_S = 20.0
 
 
-class _Request(io.RawIOBase):
+class _TimedRequest(io.RawIOBase):
     """The bytes of one request; TimeoutError if they are not complete in time, however many have come."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -45,7 +45,7 @@ class LimitedHandler(BaseHTTPRequestHandler):
         """Replace the reader, whose limit is per piece: a caller that trickles would keep its place forever."""
         super().setup()
         self.rfile.close()
-        self.rfile = io.BufferedReader(_Request(self.connection))
+        self.rfile = io.BufferedReader(_TimedRequest(self.connection))
 
 
 class WebServer(ThreadingHTTPServer):

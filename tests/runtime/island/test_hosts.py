@@ -57,7 +57,7 @@ from tests.runtime.learner.test_run import CONFIG
 from tests.sockets import free_port
 from tests.transport.ends import Quiet
 
-pytestmark = pytest.mark.net
+pytestmark = [pytest.mark.net, pytest.mark.usefixtures("shared_programs", "quick_compiler")]
 
 TWO_HOSTS = replace(CONFIG, islands=replace(CONFIG.islands, devices=4, hosts=2))
 

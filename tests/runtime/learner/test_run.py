@@ -34,13 +34,13 @@ from diloco_jax.settings.run import IslandsConfig, RunConfig, TrainConfig
 from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
-from diloco_jax.training.whole_state.finite import NotFinite
+from diloco_jax.training.whole_state.finite import UnusableState
 from diloco_jax.training.whole_state.moving import MovingState
 from diloco_jax.transport.endpoints.grpc_link import listen
 from diloco_jax.transport.link import Rejected, TransportConfig
 from tests.limits import HANGS_S
 
-pytestmark = pytest.mark.net
+pytestmark = [pytest.mark.net, pytest.mark.usefixtures("shared_programs", "quick_compiler")]
 
 M = TypeVar("M")
 # The model is wide enough for moments of several chunks.
@@ -457,7 +457,7 @@ def test_an_own_saved_state_that_is_not_finite_is_not_loaded(tmp_path: Path, cap
 def test_a_state_that_is_not_finite_is_not_given(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, array: Any) -> None:
         if "/mu/" in name:
-            raise NotFinite(f"it is not finite in '{name}'")
+            raise UnusableState(f"it is not finite in '{name}'")
 
     monkeypatch.setattr("diloco_jax.runtime.island.host.check_finite", refuse)
     script.admit()

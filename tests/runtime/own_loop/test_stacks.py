@@ -2,6 +2,7 @@
 
 import json
 import sys
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ MESHES: dict[str, dict[str, str]] = {
     "stacks": {"layers": "x", "exp": "y", "vocab": "y"},
     "both": {"layers": "x", "mlp": "y"},
 }
-LEARNERS, ROUNDS, FRAGMENTS = 2, 3, 3
+LEARNERS, ROUNDS, FRAGMENTS = 2, 3, 2
 
 
 def stored(values: Arrays, axes: dict[str, tuple[str, ...]]) -> Arrays:
@@ -103,6 +104,10 @@ def trained(
     loops = [Loop(theta, axes, mesh) for _ in range(LEARNERS)]
     plan = FragmentConfig().plan(loops[0].loop.shapes, loops[0].loop.kinds, FRAGMENTS)
     islands: list[ExchangedState] = [each.loop.exchanged(format, mode == "rebase") for each in loops]
+    # Both have the same programs, which are compiled once.
+    for island in islands[1:]:
+        island.exchange = copy(islands[0].exchange)
+        island.exchange.held = {}
     for island in islands:
         for fragment in plan.fragments:
             island.adopt(fragment, take(theta, fragment))
@@ -118,8 +123,8 @@ def trained(
             sent += payloads
             values = merged(plan, fragment, theta, payloads, format)
             theta = put(theta, fragment, values)
-            for island, copy in zip(islands, staged, strict=True):
-                island.adopt(fragment, values, mode=mode, alpha=0.25, sent=copy)
+            for island, own in zip(islands, staged, strict=True):
+                island.adopt(fragment, values, mode=mode, alpha=0.25, sent=own)
     for program in islands[0].exchange._compiled.values():
         assert not [name for name in COLLECTIVES if name in program.as_text()]
     for loop, island in zip(loops, islands, strict=True):
@@ -130,11 +135,10 @@ def trained(
     return sent, theta, [canonical(jax.device_get(dict(island.state.params)), axes) for island in islands]
 
 
+# Each mesh, each mode and each kind of format.
 CASES: list[tuple[str, Format, AdoptMode]] = [
-    ("one", "float32", "overwrite"),
     ("one", "int4", "rebase"),
     ("others", "int4", "overwrite"),
-    ("others", "float32", "rebase"),
     ("stacks", "int4", "blend"),
     ("both", "float32", "overwrite"),
 ]

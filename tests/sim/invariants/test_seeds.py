@@ -1,4 +1,4 @@
-"""Two hundred random runs under every checker, and a mailbox that they catch. A failing run prints its command."""
+"""Random runs under every checker, and a mailbox that they catch. A failing run prints its command."""
 
 import re
 from dataclasses import replace
@@ -15,9 +15,11 @@ from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.invariants.draw import LEARNERS_MAX, WEIGHTS, random_scenario
 from diloco_jax.sim.invariants.verdict import command, judge
 from diloco_jax.sim.scenario import Scenario
+from tests.drawn import seeds
 from tests.sim.invariants.test_checkers import RECOVERY, SCENARIO
 
-SEEDS = range(200)
+# The last four have settings that are rare: waits of 0.1 and of 1 steps, 12 fragments, and periods that grow by class.
+SEEDS = (*seeds(36), 51, 62, 91, 67)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -35,7 +37,7 @@ def test_the_seeds_cover_what_they_claim() -> None:
     assert {config.overlap_steps for config in configs} == {0, 1, 2, 3, 5}
     assert {config.num_fragments for config in configs} >= {1, 2, 3, 6, 12}
     assert {config.quorum for config in configs} >= {1, 2, 4}
-    assert sum(config.by_class for config in configs) > 30 and any(c.by_class and c.lockstep for c in configs)
+    assert sum(c.by_class for c in configs) > 0.15 * len(configs) and any(c.by_class and c.lockstep for c in configs)
     assert any(c.sync_later and not c.by_class for c in configs) and any(c.sync_later and c.by_class for c in configs)
     assert any(c.quorum == s.learners > 2 for c, s in zip(configs, scenarios, strict=True)), "K = M"
     assert any(config.grace_steps_max == 0 for config in configs)
@@ -44,7 +46,7 @@ def test_the_seeds_cover_what_they_claim() -> None:
     assert max(faults.loss for faults in links) > 0.09
     assert any(faults.duplication and faults.reorder for faults in links)
     kinds = {fault.kind for scenario in scenarios for fault in scenario.faults}
-    assert kinds == {*WEIGHTS, "leave", "join", "drain", "hostile"}
+    assert kinds == {*WEIGHTS, "leave", "join", "drain", "hostile", "mute", "late"}
     assert any(not scenario.faults for scenario in scenarios)
 
 

@@ -13,8 +13,9 @@ from tests.limits import HANGS_S
 TESTDATA = Path(__file__).parent / "testdata"
 CONFIGS = Path(__file__).parents[3] / "configs"
 
-# Every call is words ended by NUL, and RECORD. What is "there" is what $THERE says: all, or nothing.
-RECORD = "\x1e"
+# Every call is words ended by NUL, the last of them a record separator. What is "there" is what $THERE says: all, or
+# nothing.
+RECORD = "\x1e\0"
 GPU = ("--islands.each", "{}", "--islands.devices", "4", "--islands.hosts", "2", "--gpu.accelerator", "H100")
 PATHWAYS = ("--islands.each", "{}", "--islands.topology", "v5p:2x2x2", "--islands.zone", "us-east5-a")
 PATHWAYS += (

@@ -37,6 +37,9 @@ from diloco_jax.tools.replay.script import (
 from tests.runtime.helpers import SMALL, merged
 from tests.runtime.taped_pair import TapedPair
 
+# Whether a repetition is the same does not depend on what LLVM optimizes.
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 STEPS = 100
 SAMPLES = 4
 
@@ -47,6 +50,8 @@ def config_of(pair: TapedPair, **changes: Any) -> RunConfig:
         "islands": {"count": 2, "devices": 1, "batch_size": SAMPLES},
         "train": {"steps": STEPS, "eval_every": 0},
         "protocol": asdict(pair.config),
+        # Half of the code to compile.
+        "model": {"args": {**SMALL["model"]["args"], "scan_layers": True}},
     }
     return parse(merged(merged(SMALL, settings), changes), "the test")
 
@@ -269,7 +274,7 @@ class Alone:
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+def trainer(tmp_path_factory: pytest.TempPathFactory, quick_compiler: None) -> Trainer:
     """One island for all tests of single lives."""
     config = config_of(TapedPair(tmp_path_factory.mktemp("trainer")), wire={"up": "int8"}, adopt={"mode": "rebase"})
     model = Evaluator(config)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -14,8 +13,9 @@ from safetensors.numpy import load_file
 from diloco_jax.training.convert.families import from_hf, to_hf
 from diloco_jax.training.convert.weights import Weights, write_weights
 from diloco_jax.training.models.config import SEEING_DECODER, ModelConfig
-from diloco_jax.training.models.protocol import join_model, load_model, split_model
+from diloco_jax.training.models.protocol import join_model, load_model
 from tests.extras import absent
+from tests.training.outlines import outline
 
 torch = pytest.importorskip("torch", reason=absent("parity"))
 transformers = pytest.importorskip("transformers", reason=absent("parity"))
@@ -107,10 +107,10 @@ def logits_of_theirs(model: Any) -> np.ndarray:
 
 
 def logits_of_ours(model: ModelConfig, values: dict[str, np.ndarray]) -> np.ndarray:
-    graphdef, params = split_model(load_model(model.module, model.args, 0))
+    graphdef, params, _ = outline(lambda: load_model(model.module, model.args, 0))
     assert {path: value.shape for path, value in values.items()} == {path: v.shape for path, v in params.items()}
     program = jax.jit(lambda params, arrays: join_model(graphdef, params)(**arrays))
-    return np.asarray(program(jax.tree.map(jnp.asarray, values), batch()))
+    return np.asarray(program(values, batch()))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.training.whole_state import finite
-from diloco_jax.training.whole_state.finite import NotFinite, check_finite
+from diloco_jax.training.whole_state.finite import UnusableState, check_finite
 
 NAN, INF = np.nan, np.inf
 
@@ -33,7 +33,7 @@ def test_which_numbers_a_leaf_may_have(name: str, values: object, fits: bool, dt
     if fits:
         check_finite(name, array)
         return
-    with pytest.raises(NotFinite, match=f"it is not finite in '{name}'"):
+    with pytest.raises(UnusableState, match=f"it is not finite in '{name}'"):
         check_finite(name, array)
 
 
@@ -43,6 +43,6 @@ def test_all_of_a_large_leaf_is_looked_at_with_rests(monkeypatch: pytest.MonkeyP
     check_finite("params/a", values, lambda: rests.append(None))
     assert len(rests) == 3
     values[2, 2] = NAN
-    with pytest.raises(NotFinite):
+    with pytest.raises(UnusableState):
         check_finite("params/a", values)
     check_finite("optimizer/count", np.asarray([1, 2]))

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_jax.transport.endpoints import web
 from diloco_jax.transport.endpoints.web import LimitedHandler, WebServer
-from tests.transport.ends import WAIT_S
+from tests.limits import HANGS_S
 
 pytestmark = pytest.mark.net
 BYTES_MAX = 200
@@ -39,7 +39,7 @@ def server() -> Iterator[WebServer]:
 
 def bytes_until_the_end(server: WebServer, before: bytes) -> int:
     """Send the start of a request, then byte after byte; return how many the server took before it ended."""
-    with socket.create_connection(("127.0.0.1", server.server_port), WAIT_S) as stream:
+    with socket.create_connection(("127.0.0.1", server.server_port), HANGS_S) as stream:
         stream.sendall(before)
         stream.settimeout(0.05)
         for number in range(BYTES_MAX):
@@ -64,7 +64,7 @@ def test_a_request_that_trickles_loses_its_place(
     monkeypatch.undo()
     answer = b""
     for _ in range(100):
-        with socket.create_connection(("127.0.0.1", server.server_port), WAIT_S) as stream:
+        with socket.create_connection(("127.0.0.1", server.server_port), HANGS_S) as stream:
             stream.sendall(b"POST / HTTP/1.0\r\nContent-Length: 3\r\n\r\nabc")
             answer = b"".join(iter(lambda: _received(stream), b""))
             if answer.endswith(b"\r\n\r\nabc"):
