@@ -39,7 +39,10 @@ class Pacer:
 
 
 class Pace:
-    """Callback without a method: a config that names it paces the steps of any model."""
+    """Callback that does nothing. A config that names it loads this file, which paces the steps of any model."""
+
+    def on_event(self, kind: str, text: str) -> None:
+        pass
 
 
 class PacedDecoder(Decoder):

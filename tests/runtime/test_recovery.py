@@ -93,15 +93,13 @@ def jobs() -> Iterator[list[Job]]:
 @pytest.mark.long
 def test_a_killed_island_returns_with_a_healthy_ones_state_and_nobody_waits(tmp_path: Path, jobs: list[Job]) -> None:
     """Then a new island joins, and leaves at a preemption notice; finally all islands are stopped."""
-    job = Job(
-        tmp_path, islands={"count": 3, "devices": 1}, train={"steps": 1_000_000, "eval_every": 0, "batch_size": 12}
-    )
+    job = Job(tmp_path, islands={"count": 2, "devices": 1})
     jobs.append(job)
-    job.await_everybody(["island-0", "island-1", "island-2"])
+    job.await_everybody(["island-0", "island-1"])
     os.kill(job.pid("island-1"), signal.SIGKILL)
     tape = job.await_life("island-1", 2)
     ((_, donor, donor_incarnation, donor_step, fragments),) = lines(tape, "state")
-    assert donor in ("island-0", "island-2") and set(fragments) <= set(range(6))
+    assert donor == "island-0" and set(fragments) <= set(range(6))
     assert tape.index(lines(tape, "state")[0]) < tape.index(lines(tape, "step")[0])
     (given,) = [path for path in job.tapes(donor) if f".{donor_incarnation}." in path.name]
     assert ["staged_state", donor_step] in json_lines(given)
@@ -126,9 +124,9 @@ def test_a_killed_island_returns_with_a_healthy_ones_state_and_nobody_waits(tmp_
     assert "Traceback" not in output and processes_of(job.run_dir) == {}
     summary = json.loads((job.run_dir / "summary.json").read_text())
     assert not summary["complete"] and summary["global_steps"] > 10
-    assert [summary["learners"][f"island-{i}"]["restarts"] for i in range(3)] == [0, 1, 0]
+    assert [summary["learners"][f"island-{i}"]["restarts"] for i in range(2)] == [0, 1]
     assert any((job.run_dir / "checkpoints").iterdir())
-    check_nobody_waited(job, "island-1", ["island-0", "island-2"])
+    check_nobody_waited(job, "island-1", ["island-0"])
 
 
 def check_nobody_waited(job: Job, killed: str, others: list[str]) -> None:

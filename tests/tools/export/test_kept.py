@@ -260,7 +260,7 @@ def test_a_request_under_a_foreign_name_is_refused(tmp_path: Path) -> None:
         ours = [f"127.0.0.1:{port}", f"localhost:{port}", "LOCALHOST", f"[::1]:{port}", ""]
         foreign = [f"evil.example:{port}", "127.0.0.1.evil.example", "["]
         for host, status in [*((each, 200) for each in ours), *((each, 421) for each in foreign)]:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANGS_S)
             connection.request("GET", "/", headers={"Host": host})
             assert connection.getresponse().status == status, host
             connection.close()
