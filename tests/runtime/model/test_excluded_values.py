@@ -99,8 +99,8 @@ def test_a_late_learner_answers_for_its_own_steps() -> None:
     assert merged.state.history.rates[-1] == pytest.approx(0.001)
 
 
-@pytest.mark.parametrize("dense", [True, False])
-@pytest.mark.parametrize("seed", range(6))
+# Each change of the rule that any of the first six seeds notices is noticed by one of these.
+@pytest.mark.parametrize(("seed", "dense"), [(0, True), (1, True), (1, False), (2, False), (4, False)])
 def test_sparse_embeddings_are_merged(seed: int, dense: bool) -> None:
     """AdamW on rows that rest for hundreds of steps, beside a dense kernel or alone."""
     rng = np.random.default_rng(seed)
