@@ -15,10 +15,11 @@ RUN pip install -c constraints-py311.txt "$JAX"
 
 # EXTRAS=gs,pathways makes an image for `diloco launch pathways`.
 ARG EXTRAS=gs
-# The other dependencies, before the sources, whose changes must not install them anew.
+# The other dependencies, before the sources, whose changes must not install them anew. `diloco launch` makes
+# certificates for every run, so all images have tls.
 COPY pyproject.toml LICENSE README.md ./
 RUN mkdir configs diloco_jax && touch diloco_jax/__init__.py \
-    && pip install -c constraints-py311.txt ".[$EXTRAS]" \
+    && pip install -c constraints-py311.txt ".[tls,$EXTRAS]" \
     && pip uninstall --yes diloco-jax
 
 COPY configs ./configs

@@ -2,9 +2,10 @@
 #
 # The stamp in .venv names the source of its installation. While the source is unchanged, nothing is installed, and a
 # start costs milliseconds. After an interrupted installation, .venv has the mark `.installing` and is built again.
-# Settings: DILOCO_PYTHON names the interpreter to use instead of searching for one; DILOCO_EXTRAS the extras of
-# pyproject.toml to install (dev; CI adds parity, with PyTorch for tests of models); DILOCO_VENV names another folder below
-# the root. If a script sets keep_extras, a new environment gets no extras, and an existing one keeps its extras.
+# A script sets `needs_extras` to the extras of pyproject.toml that it needs. `.extras` in .venv lists those that .venv has.
+# If it lacks one, that one is added; an environment never loses an extra.
+# Settings: DILOCO_PYTHON names the interpreter to use instead of searching for one; DILOCO_EXTRAS the extras that are needed
+# instead of the script's (test,parity: PyTorch for tests of models); DILOCO_VENV names another folder below the root.
 # shellcheck shell=bash
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -40,14 +41,18 @@ find_python() {
   return 1
 }
 
+# Prints the extras that the environment has, and those that this start adds. A script that sets nothing needs all of dev.
+# It names the included extras, too, so that a later script finds them in the list.
 wanted_extras() {
-  if [ -n "${DILOCO_EXTRAS:-}" ]; then
-    printf '%s' "$DILOCO_EXTRAS"
-  elif [ -n "${keep_extras:-}" ]; then
-    cat "$venv/.extras" 2>/dev/null || true
-  else
-    printf dev
-  fi
+  local each extras needed="${DILOCO_EXTRAS:-${needs_extras-test,docs,dev}}"
+  extras="$(cat "$venv/.extras" 2>/dev/null || true)"
+  for each in ${needed//,/ }; do
+    case ",$extras," in
+      *",$each,"*) ;;
+      *) extras="${extras:+$extras,}$each" ;;
+    esac
+  done
+  printf '%s' "$extras"
 }
 
 # Prints the source of the environment. The root is part of it, because console scripts have absolute paths.
@@ -60,14 +65,16 @@ env_is_ready() {
     [ -x "$venv/bin/diloco" ] && "$venv/bin/python" -c '' 2>/dev/null
 }
 
-# Without --quiet, because the log is the only place that shows progress.
+# Without --quiet, because the log is the only place that shows progress. pip would compile on one core, and tests too.
+# Python compiles what is missing when it is imported, so a failure here costs only time.
 pip_install() {
   local pins=() extras="$1"
   if "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
     pins=(--constraint constraints-py311.txt)
   fi
-  "$venv/bin/python" -m pip install --disable-pip-version-check --editable ".${extras:+[$extras]}" ${pins[@]+"${pins[@]}"} \
-    >"$venv/.install.log" 2>&1 </dev/null
+  "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --editable ".${extras:+[$extras]}" \
+    ${pins[@]+"${pins[@]}"} >"$venv/.install.log" 2>&1 </dev/null || return 1
+  "$venv/bin/python" -m compileall -q -j 0 -x 'site-packages/.*/tests?/' "$venv/lib" >>"$venv/.install.log" 2>&1 || true
 }
 
 # Its caller turns `set -e` off (left of ||), so the function checks every step that can fail.
@@ -77,7 +84,7 @@ make_env() {
   if [ -e "$venv/.installing" ] || ! is_new_enough "$venv/bin/python" || ! "$venv/bin/python" -c 'import pip'; then
     rm -rf "$venv"
   fi 2>/dev/null
-  say "installing into $venv with $("$python" --version 2>&1); takes a few minutes, once" \
+  say "installing ${extras:+the extras $extras }into $venv with $("$python" --version 2>&1); takes a few minutes, once" \
     "(to watch it: tail -f $venv/.install.log)"
   if ! { mkdir -p "$venv" && touch "$venv/.installing"; }; then
     say "error: cannot write to $venv; check its owner and the disk."

@@ -18,6 +18,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.limits import HANGS_S
+
 PACKAGE = "diloco_jax"
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -105,14 +107,19 @@ PURE_LAYERS = {"protocol", "core"}
 IO_BUILTINS = {"open", "input", "print"}
 # `diloco simulate` must start without JAX, and the commands of MaxText's islands answer --help without MaxText.
 LATE_IMPORTS_ALLOWED = {"cli", "maxtext"}
-# Modules elsewhere with what they import where they use it, because it takes long and many processes never need it.
+# Modules elsewhere with what they import where they use it: it takes long, or needs an extra, and many processes never
+# need it.
 _WEIGHTS = "diloco_jax.training.convert.weights"
+_CERTIFICATES = "diloco_jax.transport.trust.certificates"
 HEAVY = {
     "diloco_jax.training.models.attention": "jax.experimental.pallas.ops.tpu.splash_attention",
     "diloco_jax.training.data.mixture": "grain",
     "diloco_jax.training.data.corpus": "diloco_jax.training.data.next_fit",
     "diloco_jax.training.base": _WEIGHTS,
     "diloco_jax.runtime.model.evaluation": _WEIGHTS,
+    "diloco_jax.runtime.syncer.host_alarms": _CERTIFICATES,
+    "diloco_jax.tools.chaos.actions": _CERTIFICATES,
+    "diloco_jax.transport.trust.security": _CERTIFICATES,
 }
 parsed = cache(ast.parse)
 
@@ -289,7 +296,7 @@ import sys, diloco_jax.runtime.learner.run, diloco_jax.training.models.decoder
 sys.exit(", ".join(name for name in {heavy} if name in sys.modules) or 0)
 """
     command, around = [sys.executable, "-c", code], os.environ | {"JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=1000)
+    result = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=HANGS_S)
     assert result.returncode == 0, result.stderr
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from diloco_jax.settings.packed import find_config
 from diloco_jax.settings.schema import config_schema, setting_names
+from tests.limits import SLOW_HANGS_S
 from tests.sockets import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,7 +152,7 @@ class Machines:
             start_new_session=True,
         )
         self._groups.append(process.pid)
-        told, _ = process.communicate(timeout=400)
+        told, _ = process.communicate(timeout=SLOW_HANGS_S)
         assert process.returncode == 0, f"status {process.returncode} of\n{block}\n{told}"
         return told
 
@@ -243,7 +244,6 @@ def test_every_fault_names_a_test_that_is_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.net
-@pytest.mark.timeout(900)
 def test_a_newcomer_gets_through_the_first_page(folder: Path) -> None:
     told = follow("start.md", folder)
     assert "diloco-jax" in told[0] and "complete: evaluation loss" in told[1]
@@ -255,7 +255,6 @@ def test_a_newcomer_gets_through_the_first_page(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.net
-@pytest.mark.timeout(900)
 def test_two_machines_train_one_model_and_outlive_their_deaths(folder: Path) -> None:
     with apart(HOST) as within:
         told = follow("two-machines.md", folder, within)
@@ -267,7 +266,6 @@ def test_two_machines_train_one_model_and_outlive_their_deaths(folder: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.net
-@pytest.mark.timeout(900)
 def test_an_operator_gets_through_a_long_run(folder: Path) -> None:
     told = follow("operations.md", folder)
     assert "drained" in told[2] and "island-2" in told[3]
@@ -276,9 +274,8 @@ def test_an_operator_gets_through_a_long_run(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.net
-@pytest.mark.timeout(900)
+@pytest.mark.extra("parity")
 def test_a_cook_gets_through_the_recipes(folder: Path) -> None:
-    pytest.importorskip("torch", reason="the extra 'parity' has torch")
     told = follow("cookbook.md", folder)
     assert "complete: evaluation loss" in told[0]
     assert "verdict" in told[1] and "island-1" in told[4]
@@ -288,9 +285,8 @@ def test_a_cook_gets_through_the_recipes(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.net
-@pytest.mark.timeout(900)
+@pytest.mark.extra("parity")
 def test_adapters_are_rehearsed_with_a_tiny_model(folder: Path) -> None:
-    pytest.importorskip("peft", reason="the extra 'parity' has peft")
     told = follow("lora.md", folder)
     assert "complete: evaluation loss" in told[1]
     public, adapted, merged = (float(each) for each in re.findall(r"^\w[\w ]+ {2,}(\d\.\d{3})$", told[2], re.M))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
 import os
@@ -45,6 +46,17 @@ def _tell_number(name: str, first: Path, chosen: Path) -> None:
     options = {"train": f"--run-dir {folder} --resume", "syncer": f"--run-dir {folder}"}.get(name)
     remedy = f"; to resume the run of {first}, stop and start with {options}" if options else ""
     print(f"{first} exists, so this new run gets the folder {chosen}{remedy}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _naming(run_dir: Path) -> Iterator[None]:
+    """Let errors of a disk name the run's folder, because a failed write does not know its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):
+            raise OSError(error.errno, error.strerror, str(run_dir)) from error
+        raise
 
 
 @contextmanager
@@ -100,10 +112,14 @@ def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[tu
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (arguments.run_dir or resume):
         _tell_number(arguments.name, Path(config.runs_dir) / config.name, run_dir)
-    with FolderLock(run_dir, own_lock):
+    with _naming(run_dir), FolderLock(run_dir, own_lock):
         if rewinds and began is not None:
             raise_limits(run_dir, began.limits, config.limits)
-        if not (target.exists() and target.samefile(arguments.config) and config == load(target)):
+        # An unchanged file is not written again, since the disk may be full.
+        unchanged = began == config
+        if began is None and target.exists() and target.samefile(arguments.config):
+            unchanged = load(target) == config
+        if not unchanged:
             save(config, target)
         yield run_dir, config
 
@@ -226,7 +242,7 @@ def _await_syncer(
     from diloco_jax.runtime.records.status import known_address
     from diloco_jax.transport.endpoints.reach import await_listener
     from diloco_jax.transport.link import split_address
-    from diloco_jax.transport.trust.certificates import OutOfDate
+    from diloco_jax.transport.trust.names import OutOfDate
     from diloco_jax.transport.trust.security import credentials
 
     address = arguments.syncer or known_address(run_dir, config)

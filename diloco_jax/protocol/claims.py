@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from diloco_jax.protocol.messages import Adopted, FragmentValue
 
-# Bulk connections may overtake the control connection, so a value may arrive before the reports of its last steps.
-OVERTAKES_MAX = 256
 # One value counts for at most 1/LEAPS of a token budget. It may be large: a learner without a link continues to train.
 LEAPS = 64
 
@@ -38,16 +36,15 @@ class Reported(NamedTuple):
 def contradiction(value: FragmentValue, asked: AskedReport, newest: Reported) -> str:
     """Return which counter of a value contradicts its sender's own reports; "" if none does.
 
-    The value is of the requested step, or of a later one. Its base is the version that the sender held at that step, or
-    one that it has adopted since.
+    The value is of the requested step, or of a later one that a report has confirmed. Its base is the version that the
+    sender held at that step, or one that it has adopted since.
     """
     step = value.local_step
-    if not asked.local_step <= step <= newest.local_step + OVERTAKES_MAX:
+    if not asked.local_step <= step <= newest.local_step:
         return (
             f"value of its step {step}, where step {asked.local_step} was asked for and its newest report is of "
             f"{newest.local_step}"
         )
-    known = step <= newest.local_step
     starts = [held for held in (asked.held, newest.held) if held.version == value.base_version]
     found = [held for held in starts if value.steps == step - held.local_step]
     if found:
@@ -57,9 +54,9 @@ def contradiction(value: FragmentValue, asked: AskedReport, newest: Reported) ->
     else:
         steps = " or ".join(str(step - held.local_step) for held in starts) or f"at most {step - asked.local_step}"
         return f"value of {value.steps} steps, where its reports say {steps}"
-    if known and value.tokens > most:
+    if value.tokens > most:
         return f"value of {value.tokens} tokens, where its reports allow {most}"
-    if value.since > value.samples or (known and 0 <= newest.samples < value.samples):
+    if value.since > value.samples or 0 <= newest.samples < value.samples:
         return (
             f"value of the samples from {value.since} to {value.samples}, where its newest report says {newest.samples}"
         )

@@ -138,10 +138,15 @@ class Discard(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Free the payload, if any, of a peer's message that the machine did not use, and log the reason."""
+    """Free the payload, if any, of a peer's message that the machine did not use, and log the reason.
+
+    The message is the one that the driver handles. If `global_step` is not -1, it is the peer's value for that round,
+    which may not have come.
+    """
 
     peer: str
     reason: str
+    global_step: int = -1
 
 
 class Note(NamedTuple):

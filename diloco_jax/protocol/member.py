@@ -144,8 +144,9 @@ class Member:
     # Its local step when leases were last sent.
     lease_step: int = 0
     step_s: float | None = None
-    # When its newest report arrived.
+    # When its newest report arrived, and how long after the one before it.
     reported_s: float = 0.0
+    between_s: float = 0.0
     loss: float = nan
     down: Downlink = field(default_factory=Downlink)
     credit: Credit = field(default_factory=Credit)
@@ -160,6 +161,7 @@ class Member:
         # The first step of an incarnation compiles, so it is not a sample of its speed.
         if self.local_step > 0:
             self.step_s = ema(self.step_s, report.step_s, config.ema_decay)
+            self.between_s = now_s - self.reported_s
         if report.arrived and self.step_s is not None:
             self.down.record(report.arrived, config.overlap_steps * self.step_s, config.ema_decay, now_s)
         self.local_step, self.reported_s = report.local_step, now_s

@@ -16,7 +16,7 @@ from math import inf
 from typing import Any
 
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
-from diloco_jax.protocol.messages import FULL, STALE, SYNCER, Hello
+from diloco_jax.protocol.messages import FULL, NO_VERSION, OTHER_RUN, STALE, SYNCER, Hello
 from diloco_jax.protocol.pacing import PACE_FACTOR, PACE_REPORTS
 from diloco_jax.protocol.releases import OLDEST, PROTOCOL
 
@@ -43,6 +43,21 @@ def difference(
     return next((what for what in unequal if OPEN not in (mine.get(what), other.get(what)) or what not in other), "")
 
 
+def other_run(learner_id: str, theirs: str, ours: str, why: str = "") -> str:
+    """Return the refusal of a learner that has joined another run of the same name.
+
+    Args:
+        theirs: id of the learner's run; "" if it is unknown.
+        ours: id of the syncer's run; "" if it has none.
+        why: what shows that the runs differ, if the ids do not show it.
+    """
+    which, this = (f" with the id {run}" if run else "" for run in (theirs, ours))
+    return (
+        f"{learner_id} {OTHER_RUN}{which}, and this syncer trains the run{this}{f' ({why})' * bool(why)}: stop this "
+        "island, or give it the address of the syncer of its run; to let it train in this run, start its process again"
+    )
+
+
 class Membership:
     """The members by name, and the number of live ones."""
 
@@ -54,6 +69,8 @@ class Membership:
         self._learners_max = learners_max
         self.members: dict[str, Member] = {}
         self.live = 0
+        # Id of the run; "" if an older release started it.
+        self.run = ""
 
     def expect(self, what: str, value: str) -> None:
         """Replace the expected value of one entry of the fingerprint, which greeting learners must match."""
@@ -79,11 +96,12 @@ class Membership:
         """Return the members that count as live, sorted by name."""
         return [m for _, m in sorted(self.members.items()) if m.state == ACTIVE]
 
-    def refusal(self, hello: Hello, epoch: int, rewound: int) -> str:
+    def refusal(self, hello: Hello, epoch: int, rewound: int, newest: int | None = None) -> str:
         """Return why this learner cannot join, or an empty string.
 
         Args:
             rewound: the life that last put the run back to a snapshot; earlier lives have another history.
+            newest: the newest round; None while learners may know newer ones.
         """
         if hello.learner_id == SYNCER or not hello.learner_id:
             return f"the name {hello.learner_id!r} is reserved; give the learner another name"
@@ -96,6 +114,8 @@ class Membership:
                 f"{hello.learner_id} speaks protocol {hello.speaks}, the syncer {OLDEST} to {PROTOCOL}: they are of "
                 f"different releases of diloco-jax; upgrade {which}"
             )
+        if hello.run and self.run and hello.run != self.run:
+            return other_run(hello.learner_id, hello.run, self.run)
         known = self.members.get(hello.learner_id)
         if known is not None and hello.incarnation < known.incarnation:
             return (
@@ -124,6 +144,11 @@ class Membership:
                 f"{hello.learner_id} has heard of life {hello.epoch} of the syncer, this is life {epoch}: it was "
                 "replaced; stop it, or give the learner the address of the newer one"
             )
+        # Islands of older releases send no id. Runs that such releases started keep their decisions.
+        held = max(hello.versions, default=NO_VERSION)
+        if self.run and not hello.run and newest is not None and hello.epoch == epoch and held > newest:
+            why = f"{hello.learner_id} holds version {held}, and the newest round of this run is {newest}"
+            return other_run(hello.learner_id, hello.run, self.run, why)
         if 0 < hello.epoch < rewound:
             return (
                 f"{hello.learner_id} belongs to life {hello.epoch} of the run, which went back to a snapshot in life "
@@ -185,14 +210,14 @@ class Membership:
             and now_s - m.reported_s < PACE_REPORTS * m.step_s
         ]
 
-    def usual_step_tokens(self, member: Member) -> float:
+    def usual_step_tokens(self, member: Member | None = None) -> float:
         """Return the lower median of the live learners' tokens per inner step.
 
         If no learner is live, the member's own rate counts; if it has made no step, the result is infinite. The lower
         median of two learners is the lower rate, so a learner with a wrong counter does not set its own limit.
         """
         counted = [m for m in self.members.values() if m.state == ACTIVE and m.total_steps > 0]
-        if not counted and member.total_steps > 0:
+        if not counted and member is not None and member.total_steps > 0:
             counted = [member]
         rates = sorted([m.total_tokens / m.total_steps for m in counted])
         return rates[(len(rates) - 1) // 2] if rates else inf
@@ -219,9 +244,12 @@ class Membership:
         return ways[-1][0], sum([wait_s for _, wait_s in ways]) / len(ways)
 
     def state(self) -> dict[str, Any]:
-        return {"members": [member.to_plain() for member in self.members.values()], "agreed": dict(self.agreed)}
+        members = [member.to_plain() for member in self.members.values()]
+        return {"members": members, "agreed": dict(self.agreed), "run": self.run}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.members = {member.learner_id: member for member in map(Member.from_plain, state["members"])}
         self.live = sum(member.state == ACTIVE for member in self.members.values())
         self.agreed = dict(state["agreed"])
+        # Older releases wrote none.
+        self.run = str(state.get("run", ""))

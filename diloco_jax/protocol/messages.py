@@ -7,6 +7,8 @@ Rules of this file
   * `version` of a fragment is the global step whose round produced it; 0 is the initial model, -1 means "none held".
   * A life is the time from the start of a process to its end. `epoch` counts the lives of the syncer, from 1.
     `incarnation` counts the lives of a learner.
+  * A run has an id, which the syncer's driver draws at its start. Two runs of one config have the same name, and
+    different ids.
   * `digest` is the driver's 64-bit checksum of a fragment's float32 bytes, or of a part of a state; opaque here.
   * A delta, added to the value of its base version, gives the value of the newer one. A whole value stands alone.
   * A sample is a window of data. The global order has positions 0, 1, 2, ... A learner counts the samples that it took
@@ -30,6 +32,8 @@ NO_VERSION = -1
 STALE = "is stale"
 # Only a refusal that ends once another learner leaves contains these words.
 FULL = "learners are connected, the limit"
+# Only the refusal of a learner that has joined another run contains these words.
+OTHER_RUN = "has joined another run"
 # Name of the value in a report of metrics that holds the island's clock at sending, in seconds since 1970.
 OWN_TIME = "unix_s"
 # Names of the values that hold the number of the island's process, and a number of the machine that gave it.
@@ -76,6 +80,8 @@ class Hello(NamedTuple):
     evaluates: bool = True
     # The protocol's number (releases.py).
     speaks: int = PROTOCOL
+    # Id of the run that this incarnation has joined; "" if it has joined none, or the run has no id.
+    run: str = ""
 
 
 class Arrived(NamedTuple):
@@ -281,6 +287,8 @@ class Welcome(NamedTuple):
     epoch: int
     # The learning-rate schedule is so many steps ahead of `global_step` (syncer/progress.py).
     schedule_lead: int = 0
+    # Id of the run; "" if an older release started it.
+    run: str = ""
 
 
 class Refuse(NamedTuple):

@@ -96,12 +96,13 @@ class ProtocolConfig:
     """Seconds between two heartbeats of a learner, at most half of silence_s. Lower it together with silence_s if a
     hanging island must be noticed sooner. Each heartbeat is a small message to the syncer."""
     resend_s: float = 2.0
-    """Seconds until a request without an answer (hello, pull) is repeated. Raise it if answers take longer than
+    """Seconds until a request without an answer (hello, pull) is repeated. A round that keeps the next one from opening
+    then ends without the missing values, and their islands are asked less often. Raise it if answers take longer than
     this."""
     pull_timeout_s: float = 30.0
-    """Seconds that a round waits for a requested value; then it merges without that value. Raise it if a fragment takes
-    longer than this on a slow link, because its value is then excluded. An island that hangs holds a round for this
-    time."""
+    """Seconds that a round waits for a requested value at most; then it merges without that value. A round that keeps
+    the next one from opening waits less (resend_s). Raise it if a fragment takes longer than this on a slow link,
+    because its value is then excluded."""
     anchor_history: int = 2
     """Versions of a fragment that the syncer keeps. A value against an older version is refused, and its sender gets
     the newest one. Each version takes memory of the syncer. With 1, values in transit during a merge may be lost. Raise
@@ -134,9 +135,10 @@ class ProtocolConfig:
     """Unusable values (NaN, infinite, wildly large) in a row that expel a learner. Lower it if you do not trust the
     islands."""
     tokens_per_step_factor_max: float = 64.0
-    """Most tokens that one inner step of an island counts for, in its weight and towards train.tokens, as a multiple of
-    the islands' median; 0 for no limit. It keeps one wrong counter from deciding a merge or ending a run. Raise it if
-    islands differ more than this in their batches, because large islands otherwise count for less than they trained."""
+    """Limits one inner step of an island: its weight in a merge (tokens squared) is at most so many times that of a
+    step with the islands' median of tokens, and its tokens count towards train.tokens up to so many times the median;
+    0: no limit. It keeps one wrong counter from deciding a merge or ending a run. Raise it if islands have more than 8
+    times the median of tokens per step (64 is 8 squared), because they otherwise weigh less than they trained."""
     unmerged_rounds_max: int = 96
     """Rounds in a row without a value of a live learner that raise an alarm, because its work is lost. Raise it if slow
     islands raise the alarm without a fault."""

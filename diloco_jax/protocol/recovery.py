@@ -73,6 +73,12 @@ class Saved(NamedTuple):
     # Digests of the global values under its parameters. A version number alone is not enough: after the syncer went
     # back to a snapshot, the same number names another value.
     digests: tuple[int, ...]
+    # Id of its run; "" if an older release saved it.
+    run: str = ""
+
+    def is_of_other(self, run: str) -> bool:
+        """Return whether the state is of another run than the one with this id; False if one of the ids is unknown."""
+        return bool(self.run and run) and self.run != run
 
 
 class Start:
@@ -95,13 +101,14 @@ class Start:
         """True once no state is expected any more, so that the first step may start."""
         return self._saved is None and not self.adopting and self.receiver.over
 
-    def on_welcome(self, global_step: int, now_s: float) -> None:
+    def on_welcome(self, global_step: int, now_s: float, run: str = "") -> None:
         """Choose the source of the state when the first welcome arrives; a run under way has states to give."""
         if self.welcomed:
             return
         self.welcomed = True
-        if self._saved is not None and abs(self._saved.global_step - global_step) > self._config.own_state_age_max:
-            # The state on disk is too old to be better than a peer's.
+        saved, age_max = self._saved, self._config.own_state_age_max
+        # A state on disk may be of another run in the same folder, or too old to be better than a peer's.
+        if saved is not None and (saved.is_of_other(run) or abs(saved.global_step - global_step) > age_max):
             self._saved = None
         if self._saved is None and global_step > 0 and self._config.recover_from_peers:
             self.receiver.begin(global_step, now_s)
@@ -370,6 +377,12 @@ class Donor:
 
     def _refuse(self, receiver: str, reason: str) -> None:
         self._effects.append(Send(SYNCER, StateRefused(*self._who, receiver, reason)))
+
+    def on_unusable(self, receiver: str, reason: str) -> None:
+        """Free a receiver's copy, because it cannot be used; the receiver gets the state of another donor."""
+        if receiver in self._given:
+            self._forget(receiver)
+            self._refuse(receiver, reason)
 
     def _part(self, receiver: str, local_step: int, index: int) -> None:
         # The driver fills in count, digest and size: only it has the bytes.

@@ -11,6 +11,7 @@ ARMED_S = 5.0
 SYNCER_KINDS = ("syncer_crash", "rewind")
 KINDS = (
     *("crash", "disconnect", "pause", "slow", "partition", "hold", "narrow", "corrupt", "poison", "hostile"),
+    *("mute", "late"),
     *("donor_crash", "leave", "drain", "join"),
     *SYNCER_KINDS,
 )
@@ -27,6 +28,8 @@ class Fault(NamedTuple):
     hold: messages of one direction or of both wait, and neither end notices; then all of them arrive.
     narrow: payloads pass at `factor` bytes per second.
     corrupt: some payloads arrive garbled.
+    mute: the learner's answers to pulls are lost, and nothing else is.
+    late: the learner's answers to pulls arrive `factor` seconds late.
     poison: the learner's values are unusable (NaN, infinite, wildly large).
     hostile: the learner sends arbitrary messages (hostile.py); then its process ends, and a new incarnation starts.
     donor_crash: the crash of the first learner that gives its state to another one.
@@ -42,7 +45,7 @@ class Fault(NamedTuple):
         kind: one of KINDS.
         learners: names of the learners that it hits.
         duration_s: seconds until it is over.
-        factor: see slow and narrow.
+        factor: see slow, narrow and late.
         notice_s: crash and disconnect: seconds until the syncer's transport notices.
         direction: hold: "up", "down" or "both".
         breaks_snapshot: syncer_crash and rewind: the newest snapshot turns out to be unreadable.
@@ -70,6 +73,8 @@ class Fault(NamedTuple):
             text += f" for {self.duration_s:.2f} s"
         if self.kind == "narrow":
             text += f", {self.factor:.0f} bytes/s"
+        elif self.kind == "late":
+            text += f", {self.factor:.1f} s"
         elif self.factor != 1.0:
             text += f", {self.factor:.1f} times slower"
         if self.kind in ("crash", "disconnect", "donor_crash"):

@@ -22,6 +22,8 @@ TEXTS = ("", "\x00\x1b[31m\n", "x" * 5000, m.SYNCER, "../x", "island-0", "island
 LONG = 2000
 # Share of messages that arrive changed.
 CHANGED = 0.3
+# Share of values that claim a later step.
+AHEAD = 0.3
 # Share of messages that arrive together with an invented one.
 MADE_UP = 0.3
 KINDS: tuple[Any, ...] = typing.get_args(m.LearnerMessage)
@@ -34,13 +36,18 @@ class Hostile:
     def __init__(self, seed: int) -> None:
         self.names: set[str] = set()
         self._random = Random(f"hostile of {seed}")
+        # A separate generator leaves the draws of other lies as they were.
+        self._liar = Random(f"liar of {seed}")
 
     def sent(self, message: Any) -> Iterator[Any]:
         """Yield the messages that arrive in place of a hostile learner's message."""
         random = self._random
         if random.random() < MADE_UP:
             yield self.made_up(message.learner_id, message.incarnation, message)
-        yield self.changed(message) if random.random() < CHANGED else message
+        sent = self.changed(message) if random.random() < CHANGED else message
+        if isinstance(message, m.FragmentValue) and self._liar.random() < AHEAD:
+            sent = self.ahead(message)
+        yield sent
 
     def made_up(self, name: str, incarnation: int, like: Any = None) -> Any:
         """Invent a message of any kind; its lists have the length of the lists of `like`."""
@@ -60,6 +67,13 @@ class Hostile:
         if isinstance(message, m.Hello) and self._random.random() < 0.2:
             values["incarnation"] = self._random.choice([number for number in NUMBERS if number > COUNTER_MAX])
         return self._as_it_arrives(message._replace(**values))
+
+    def ahead(self, value: m.FragmentValue) -> m.FragmentValue:
+        """Claim a value of a later step, with as many more steps and with many more tokens: counters that agree."""
+        more = self._liar.choice((1, 7, 250))
+        steps = max(1, value.steps + more)
+        tokens = steps * self._liar.choice((1, 64, 4096)) * max(1, value.tokens // max(1, value.steps))
+        return value._replace(local_step=value.local_step + more, steps=steps, tokens=tokens)
 
     def _length(self, message: Any, name: str) -> int:
         value = getattr(message, name)

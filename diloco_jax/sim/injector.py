@@ -103,6 +103,10 @@ class FaultInjector:
             case "narrow":
                 network.narrow(name, fault.factor)
                 self._plan_end(fault, partial(network.widen, name))
+            case "mute" | "late":
+                delay_s = NEVER_S if fault.kind == "mute" else fault.factor
+                network.delay_values(name, delay_s)
+                self._plan_end(fault, partial(network.speed_up_values, name, delay_s))
             case "corrupt":
                 network.corrupt(name)
                 self._plan_end(fault, partial(network.cure, name))

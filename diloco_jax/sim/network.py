@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, Message, StateChunk
-from diloco_jax.sim.engine import Engine
+from diloco_jax.sim.engine import NEVER_S, Engine
 
 Deliver = Callable[["tuple[SimulatedLink, Any]"], None]
 # Messages with a payload travel on a separate lane.
@@ -164,6 +164,8 @@ class Network:
         self._partitioned: list[str] = []
         self._corrupted: list[str] = []
         self._held: dict[str, _Hold] = {}
+        # Learner -> how late its answers to pulls are, once per fault.
+        self._value_delays: dict[str, list[float]] = {}
 
     def expect_faults(self) -> None:
         """Check every message from now on, because links may break, be partitioned, held, narrowed or corrupted."""
@@ -209,6 +211,14 @@ class Network:
         """Undo one `corrupt`."""
         self._corrupted.remove(learner_id)
 
+    def delay_values(self, learner_id: str, delay_s: float) -> None:
+        """Deliver this learner's answers to pulls late from now on; NEVER_S loses them."""
+        self._value_delays.setdefault(learner_id, []).append(delay_s)
+
+    def speed_up_values(self, learner_id: str, delay_s: float) -> None:
+        """Undo one `delay_values`; answers under way keep their arrival times."""
+        self._value_delays[learner_id].remove(delay_s)
+
     def send(self, pipe: LinkDirection, message: Message) -> None:
         """Send a message in this direction of a link."""
         engine, link = self._engine, pipe.link
@@ -225,6 +235,11 @@ class Network:
             self.lost += 1
             return
         arrival_s = self._arrival_s(pipe, message)
+        if isinstance(message, FragmentValue) and (late_s := self._value_delays.get(link.learner_id)):
+            arrival_s += max(late_s)
+            if arrival_s >= NEVER_S:
+                self.lost += 1
+                return
         if link.learner_id in self._corrupted and isinstance(message, DIGESTED) and random() < GARBLED_SHARE:
             engine.at(arrival_s, self._arrive, (pipe, Garbled(message)))
             return

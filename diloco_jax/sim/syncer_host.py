@@ -19,6 +19,8 @@ from diloco_jax.sim.network import Deliver, SimulatedLink
 from diloco_jax.sim.node import FINGERPRINT, LearnerProcess, MakeSyncer, World
 from diloco_jax.sim.syncer_process import SyncerProcess
 
+# The id of a simulated run.
+RUN = "0123456789abcdef"
 # Longest time after a rewind until a learner starts again.
 RESTART_S = 3.0
 
@@ -46,7 +48,7 @@ class SyncerHost:
         self._make_syncer = make_syncer
         self.process = self._new_process(self.new_syncer(), self._initial())
         digests = [digest for _, digest in self.process.values]
-        self.process.execute(self.process.inputs.on_begin(digests, 0.0))
+        self.process.execute(self.process.inputs.on_begin(digests, 0.0, RUN))
 
     def new_syncer(self) -> Syncer:
         """Build a machine equal to the first one of this run."""

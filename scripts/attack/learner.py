@@ -25,8 +25,8 @@ from diloco_jax.settings.text import parse_text
 from diloco_jax.transport.endpoints.dialler import Dialler
 from diloco_jax.transport.endpoints.greeting import ask_description
 from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportConfig, TransportError
+from tests.limits import HANGS_S
 
-PATIENCE_S = 60.0
 SHORT_S = 1.0
 STEP_S = 0.05
 STEP_SAMPLES, STEP_TOKENS = 8, 64
@@ -69,14 +69,14 @@ class Way(NamedTuple):
 
 def find_way(transport: TransportConfig, name: str = "scout") -> Way:
     """Request the description of a run until its syncer answers."""
-    until_s = time.monotonic() + PATIENCE_S
+    until_s = time.monotonic() + HANGS_S
     while True:
         with contextlib.suppress(TransportError):
             found = ask_description(replace(transport, connect_timeout_s=SHORT_S), name)
             if found.layout:
                 break
         if time.monotonic() > until_s:
-            raise TimeoutError(f"the syncer at {transport.address} did not describe its run within {PATIENCE_S:g} s")
+            raise TimeoutError(f"the syncer at {transport.address} did not describe its run within {HANGS_S:g} s")
         time.sleep(SHORT_S / 10)
     config = parse_text(found.config, "the syncer's config")
     return Way(resolve(config, *read_layout(found.layout)), transport)
@@ -135,7 +135,7 @@ class StubLearner:
     def close(self) -> None:
         """End the thread and the link."""
         self.end()
-        self._thread.join(PATIENCE_S)
+        self._thread.join(HANGS_S)
 
     @property
     def connected(self) -> bool:

@@ -22,10 +22,10 @@ from diloco_jax.runtime.model.layout_text import layout_of
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import OFFERED, STATUS_FILE, TAPE_FILE
 from diloco_jax.transport.link import TransportConfig
+from tests.limits import HANGS_S
 from tests.runtime.helpers import environment, merged
 
 SAVING = threading.Lock()
-WAIT_S = 40.0
 POLL_S = 0.05
 SHAPES = {"embed": (16, 8), "layer/kernel": (8, 32), "layer/out": (32, 8), "norm": (8,)}
 CONFIG: dict[str, Any] = {
@@ -49,7 +49,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def wait_until(condition: Callable[[], object], what: str, within_s: float = WAIT_S) -> Any:
+def wait_until(condition: Callable[[], object], what: str, within_s: float = HANGS_S) -> Any:
     """Wait until a condition is true and return its value; TimeoutError after the time."""
     until_s = time.monotonic() + within_s
     while not (value := condition()):
@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], object], what: str, within_s: float = WAI
     return value
 
 
-def comes_true(condition: Callable[[], object], within_s: float = WAIT_S) -> bool:
+def comes_true(condition: Callable[[], object], within_s: float = HANGS_S) -> bool:
     """Return whether a condition becomes true in time."""
     try:
         return bool(wait_until(condition, "", within_s))
@@ -151,7 +151,7 @@ class Site:
         """Stop the syncer with SIGTERM and return its exit status."""
         assert self.process is not None
         self.process.terminate()
-        return self.process.wait(WAIT_S)
+        return self.process.wait(HANGS_S)
 
     def status(self) -> dict[str, Any]:
         """Return the newest status; {} if there is none."""

@@ -76,7 +76,6 @@ def test_every_attack_has_a_description(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.net
-@pytest.mark.timeout(120)
 def test_a_quick_attack_on_a_real_syncer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = program.main(["--only", "wire-replay", "--json", "--keep", str(tmp_path / "kept")])
     result = json.loads(capsys.readouterr().out)
@@ -85,7 +84,6 @@ def test_a_quick_attack_on_a_real_syncer(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.long
 @pytest.mark.net
-@pytest.mark.timeout(300)
 def test_hostile_learners_of_a_real_syncer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--only", "value-nan", "report-steps-back", "nonsense", "--json", "--keep", str(tmp_path / "kept")]
     status = program.main(words)

@@ -171,6 +171,7 @@ def test_nothing_to_choose_from() -> None:
         choose([], "scavenging", parameters=5e9)
 
 
+@pytest.mark.extra("dev")
 def test_the_output_of_a_simulation_is_chosen_from_and_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from xml.etree import ElementTree
 
+import pytest
+
 from diloco_jax.sim.goodput.methods import Row
 from paper.plot import curves, drawing
 
@@ -40,6 +42,7 @@ def test_methods_have_different_looks_and_equal_numbers_of_learners_one_colour()
     assert found["sync M = 16"][0] == found["decoupled M = 16"][0]
 
 
+@pytest.mark.extra("dev")
 def test_axes_are_labelled() -> None:
     texts = [(text.text or "").strip() for text in ElementTree.fromstring(drawing(ROWS)).iter() if text.text]
     for text in ("goodput", "chips of all learners together", "150k", "2.4M", "0%", "100%"):

@@ -1,14 +1,18 @@
-"""Line figures as SVG text, drawn with matplotlib, for the experiments and for the tables of the paper."""
+"""Line figures as SVG text, drawn with matplotlib, for the experiments and for the tables of the paper.
+
+Programs that draw only when asked import this module, so matplotlib is imported when a figure is drawn.
+"""
+
+from __future__ import annotations
 
 import io
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, NullLocator, PercentFormatter
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Point = tuple[float, float]
 
@@ -51,6 +55,10 @@ def line_figure(
         settings: the values of x are settings, such as numbers of chips; they are the ticks of a logarithmic axis.
         share: y is a share from 0 to 1, and is written in per cent.
     """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, PercentFormatter
+
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=SIZE_INCHES, layout="constrained")
         axes = figure.add_subplot()
@@ -74,11 +82,15 @@ def line_figure(
 
 def _count(value: float, position: int | None = None) -> str:
     """Write a count with two significant digits and its unit prefix, such as 1.1M."""
+    from matplotlib.ticker import EngFormatter
+
     return EngFormatter(sep="")(float(f"{value:.2g}"))
 
 
 def _set_ticks(axes: Axes, values: Sequence[float]) -> None:
     """Make x logarithmic, with ticks at those values that are far enough from the tick before."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
     axes.set_xscale("log")
     ratio_min = (values[-1] / values[0]) ** 0.08
     ticks = [values[0]]

@@ -2,7 +2,12 @@
 
 from xml.etree import ElementTree
 
+import pytest
+
 from plotting.figure import COLOURS, Line, line_figure
+
+# matplotlib draws them.
+pytestmark = pytest.mark.extra("dev")
 
 SVG = "{http://www.w3.org/2000/svg}"
 LINES = [

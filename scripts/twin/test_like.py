@@ -137,7 +137,6 @@ def test_real_and_simulated_figures_are_printed_together(tmp_path: Path, capsys:
 
 @pytest.mark.net
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_real_runs_are_made_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = "--seeds 1 --islands 2 --step-s 0.05 --steps 100 --faults 1 --kinds kill --simulations 1 --json"
     assert main([*job.split(), "--folder", str(tmp_path)]) == 0

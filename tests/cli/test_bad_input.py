@@ -13,9 +13,10 @@ import diloco_jax
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.syncer import run as syncer_run
 from diloco_jax.settings import text as config_file
+from tests.limits import HANGS_S
 from tests.runtime.helpers import SMALL, call, environment, run, start, wait_for, write_config
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.net
 
 
 def check_refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -129,7 +130,7 @@ def test_learner_with_another_model_is_told_what_differs(tmp_path: Path) -> None
         assert status.returncode == 0 and '"waiting_for"' in status.stdout, status.stderr
     finally:
         syncer.terminate()
-        output, _ = syncer.communicate(timeout=60)
+        output, _ = syncer.communicate(timeout=HANGS_S)
     assert syncer.returncode == 0, output
 
 
@@ -138,6 +139,8 @@ def test_a_reader_that_has_seen_enough_is_not_an_error() -> None:
     os.close(reader)
     # This command starts without JAX.
     command = [sys.executable, "-m", "diloco_jax", "simulate", "--settings"]
-    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment(), timeout=100)
+    ended = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment(), timeout=HANGS_S
+    )
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (1, "")

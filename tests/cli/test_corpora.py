@@ -18,6 +18,7 @@ from diloco_jax.runtime.local.check_input import check_tokenizer
 from diloco_jax.settings.text import load
 from diloco_jax.training.data.tokenizer import open_tokenizer
 from diloco_jax.training.models.config import DECODER, SEEING_DECODER
+from tests.extras import absent
 from tests.runtime.helpers import ROOT
 
 
@@ -106,7 +107,7 @@ def test_a_killed_tokenize_resumes(texts: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_must_know_the_image_tokens_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    image = pytest.importorskip("PIL.Image", reason=absent("data"))
     monkeypatch.setenv("DILOCO_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "pictures"
     folder.mkdir()

@@ -9,7 +9,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
 
@@ -18,6 +17,7 @@ from diloco_jax.cli.commands import COMMANDS, EXAMPLES, GROUPS, HIDDEN, make_par
 from diloco_jax.cli.main import main
 from diloco_jax.settings.packed import find_config, packed
 from diloco_jax.settings.text import load
+from tests.limits import HANGS_S
 from tests.runtime.helpers import ROOT, environment
 from tests.tools.view.made import made_run
 
@@ -26,6 +26,8 @@ from tests.tools.view.made import made_run
 def test_init_writes_a_config_and_its_schema_once(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    import jsonschema
+
     target = tmp_path / "made" / f"{Path(name).name}.yaml"
     assert main(["init", name, "--dir", str(target.parent)]) == 0
     text = target.read_text(encoding="utf-8")
@@ -49,7 +51,7 @@ def test_help_lists_each_command_once_in_its_group_and_ends_with_examples() -> N
 def test_commands_import_nothing_heavy_before_they_are_called() -> None:
     heavy = {"jax", "numpy", "pydantic", "grpc", "rich", "yaml", "diloco_jax.settings.run"}
     code = f"import sys, diloco_jax.cli.commands; print(*({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANGS_S)
     assert (done.stdout.strip(), done.stderr) == ("", "")
 
 
@@ -67,7 +69,7 @@ def test_status_of_a_folder_imports_nothing_heavy(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "run")
     code = f"import sys; from diloco_jax.cli.main import main; main(['status', {str(folder)!r}]); "
     code += f"print('heavy:', *({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANGS_S)
     assert done.stdout.startswith("made is running: global step 1 of 10")
     assert (done.stdout.splitlines()[-1], done.stderr) == ("heavy:", "")
 
@@ -115,7 +117,7 @@ def test_a_bare_name_is_a_file_or_a_config_of_the_package(
 )
 def test_bash_completes(words: list[str], offered: set[str], script: str) -> None:
     ask = f'COMP_WORDS=(diloco {" ".join(words)}); COMP_CWORD={len(words)}; _shtab_diloco; echo "${{COMPREPLY[@]}}"'
-    result = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=20)
+    result = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, timeout=HANGS_S)
     assert set(result.stdout.split()) == offered, result.stderr
 
 
@@ -131,7 +133,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel, unpacked."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=HANGS_S)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(folder / "site")
     return folder / "site"
@@ -139,11 +141,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def call(site: Path, home: Path, *words: str) -> str:
     env = environment() | {"PYTHONPATH": str(site)}
-    done = subprocess.run([sys.executable, *words], cwd=home, env=env, capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, *words], cwd=home, env=env, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+@pytest.mark.extra("dev")
 def test_a_wheel_has_what_the_commands_need(installed: Path, tmp_path: Path) -> None:
     assert (installed / "diloco_jax" / "py.typed").exists()
     monitoring = {path.name for path in (installed / "diloco_jax" / "configs" / "monitoring").iterdir()}
@@ -156,6 +159,7 @@ def test_a_wheel_has_what_the_commands_need(installed: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.net
+@pytest.mark.extra("dev")
 def test_a_wheel_trains_without_the_repository(installed: Path, tmp_path: Path) -> None:
     small = "--islands.count=1 --train.batch_size=4 --train.steps=2 --train.final_eval_batches=1"
     small += " --model.args.num_layers=1 --optimizer.warmup_steps=0"

@@ -15,8 +15,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.trust.security import credentials
-
-WAIT_S = 20.0
+from tests.limits import HANGS_S
 
 
 def test_certs_prints_settings_that_a_config_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +78,7 @@ def run_dir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Path
 
     def drive() -> None:
         while not stop.is_set():
-            listener.receive(WAIT_S)
+            listener.receive(HANGS_S)
 
     listener.on_drain = on_drain
     driver = threading.Thread(target=drive)
@@ -87,7 +86,7 @@ def run_dir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Path
     yield tmp_path
     stop.set()
     listener.wake()
-    driver.join(WAIT_S)
+    driver.join(HANGS_S)
     listener.close(0.1)
 
 
@@ -110,7 +109,7 @@ def test_without_credentials_the_message_says_what_is_missing(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diloco_jax.runtime.records.status.ANSWER_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("diloco_jax.transport.trust.security.PROBE_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr("diloco_jax.transport.trust.security.PROBE_TIMEOUT_S", HANGS_S)
     address = (run_dir / ADDRESS_FILE).read_text()
     for command in (["drain", "island-0", address], ["status", address]):
         assert cli.main(command) == cli.FAILED

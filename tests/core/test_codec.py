@@ -388,7 +388,6 @@ for up, (key, shape) in itertools.product(FORMATS, SHAPES.items()):
 """
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages with mprotect of Linux")
 def test_nothing_behind_an_array_is_touched() -> None:
     result = subprocess.run([sys.executable, "-c", AT_THE_END], cwd=ROOT, capture_output=True, text=True)
@@ -456,7 +455,6 @@ def output_of(program: str, root: Path = ROOT, **changes: str) -> str:
     return ran.stdout.strip()
 
 
-@pytest.mark.timeout(1200)
 def test_a_first_merge_compiles_nothing() -> None:
     assert output_of(MERGE) == "merged 37"
 
@@ -478,6 +476,5 @@ def test_loops_are_compiled_where_no_cache_can_be_written(nowhere: dict[str, Any
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 def test_a_first_merge_compiles_nothing_where_no_cache_can_be_written(nowhere: dict[str, Any]) -> None:
     assert output_of(MERGE, **nowhere) == "merged 37"

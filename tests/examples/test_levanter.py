@@ -15,7 +15,7 @@ import yaml
 
 from tests.examples.test_own_loops import EXAMPLES, OWN, play
 
-pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.net, pytest.mark.slow]
 
 DIFF = EXAMPLES / "levanter.diff"
 

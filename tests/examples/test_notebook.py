@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANGS_S
 from tests.runtime.helpers import ROOT, environment
 
 CELLS = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
@@ -32,5 +33,5 @@ def test_it_runs(tmp_path: Path) -> None:
     program = "\n".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code") + CHECKS
     words = {"input": program, "env": environment(), "cwd": tmp_path, "capture_output": True, "text": True}
     # The program has no file, as in a notebook.
-    done = subprocess.run([sys.executable, "-"], timeout=110, check=False, **words)
+    done = subprocess.run([sys.executable, "-"], timeout=HANGS_S, check=False, **words)
     assert done.returncode == 0, done.stdout + done.stderr

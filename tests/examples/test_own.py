@@ -71,7 +71,6 @@ def forgetful() -> optax.GradientTransformation:
 
 @pytest.mark.long
 @pytest.mark.net
-@pytest.mark.timeout(300)
 def test_the_page_and_its_examples_train_and_are_trained_again_bit_for_bit(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"islands": {"devices": 1}, "protocol": {"sync_every": 2, "num_fragments": 2}}
     settings["train"] = {"steps": 24, "eval_every": 12, "eval_batch_size": 4}

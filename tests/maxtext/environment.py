@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import SLOW_HANGS_S
 from tests.runtime.helpers import ROOT
 
 PACKAGE = "maxtext[tpu]==0.2.5"
 HOME = Path("~/.cache/diloco-trainers/maxtext-0.2.5-py312").expanduser()
-BUILD_S = 1200.0
 # The island's environment on CPUs; the second keeps MaxText from the services of a cloud.
 SURROUNDINGS = {"JAX_PLATFORMS": "cpu", "DECOUPLE_GCLOUD": "TRUE", "PYTHONPATH": str(ROOT)}
 # MaxText's arguments for a tiny model on the corpus: 2 layers, 64 wide.
@@ -77,7 +77,7 @@ def maxtext_python() -> Path:
         [python, "-m", "uv", "pip", "install", "-q", "--python", python, PACKAGE, "-r", ROOT / "pyproject.toml"],
     ):
         words = [str(word) for word in command]
-        ended = subprocess.run(words, capture_output=True, text=True, env=clean_environment(), timeout=BUILD_S)
+        ended = subprocess.run(words, capture_output=True, text=True, env=clean_environment(), timeout=SLOW_HANGS_S)
         if ended.returncode:
             pytest.skip(f"no environment for {PACKAGE}: {' '.join(ended.stderr.split())[-400:]}")
     done.write_text(needs)
@@ -89,7 +89,7 @@ def corpus(python: Path) -> Path:
     folder = HOME / "corpus"
     if not (folder / "done").exists():
         program = ROOT / "docs" / "examples" / "maxtext_corpus.py"
-        subprocess.run([python, program, folder], check=True, env=clean_environment(), timeout=300)
+        subprocess.run([python, program, folder], check=True, env=clean_environment(), timeout=SLOW_HANGS_S)
         (folder / "done").touch()
     return folder
 

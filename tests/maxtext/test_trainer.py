@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.limits import SLOW_HANGS_S
 from tests.maxtext.environment import clean_environment, corpus, maxtext_python, words
 from tests.runtime.helpers import ROOT
 
 # Two islands on two busy cores need minutes to import MaxText.
-PATIENCE_S = 1500.0
-pytestmark = [pytest.mark.trainers, pytest.mark.net, pytest.mark.timeout(2 * PATIENCE_S)]
+pytestmark = [pytest.mark.trainers, pytest.mark.net]
 EVALUATED = re.compile(r"Completed eval after train step (\d+), loss=([0-9.]+)")
 OWN_STEP = re.compile(r"completed step: (\d+),")
 
@@ -60,15 +60,15 @@ def train(
         process = subprocess.Popen(call, env=clean_environment(), stdout=log, stderr=log, cwd=folder)
     try:
         meanwhile(run_dir)
-        assert process.wait(PATIENCE_S) == 0, (folder / "train.log").read_text()[-4000:]
+        assert process.wait(SLOW_HANGS_S) == 0, (folder / "train.log").read_text()[-4000:]
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(SLOW_HANGS_S)
     return run_dir
 
 
 def wait_until(happened: Callable[[], bool], what: str) -> None:
-    ends_s = time.monotonic() + PATIENCE_S
+    ends_s = time.monotonic() + SLOW_HANGS_S
     while not happened():
         assert time.monotonic() < ends_s, f"no {what}"
         time.sleep(0.2)
@@ -125,7 +125,7 @@ def test_two_islands_one_killed_and_the_global_model_in_maxtext(python: Path, da
 
     # MaxText itself reads the result, and its own evaluation gives the same number.
     exported = tmp_path / "exported"
-    here = {"env": clean_environment(), "cwd": tmp_path, "capture_output": True, "text": True, "timeout": PATIENCE_S}
+    here = {"env": clean_environment(), "cwd": tmp_path, "capture_output": True, "text": True, "timeout": SLOW_HANGS_S}
     made = subprocess.run([python, "-m", "diloco_jax.maxtext.export", run_dir, exported, *arguments], **here)
     assert made.returncode == 0, made.stderr[-2000:]
     other = [python, "-m", "diloco_jax.maxtext.export", run_dir, tmp_path / "other", *arguments, "scan_layers=false"]
@@ -143,7 +143,11 @@ def test_leased_records_are_read_exactly_once(python: Path, data: Path, tmp_path
     arguments = words(data, tmp_path / "outputs")
     run_dir = train(tmp_path, [python, "-m", "diloco_jax.maxtext", "--data", "leased", *arguments], {})
     audit = subprocess.run(
-        [sys.executable, "-m", "diloco_jax", "audit", run_dir], capture_output=True, text=True, cwd=ROOT, timeout=120
+        [sys.executable, "-m", "diloco_jax", "audit", run_dir],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=SLOW_HANGS_S,
     )
     assert audit.returncode == 0, audit.stdout + audit.stderr
     assert rows(run_dir, "eval")[-1]["loss"] < 6.0
@@ -165,7 +169,7 @@ def test_wrong_arguments_end_with_one_line(python: Path, tmp_path: Path) -> None
     ):
         ended = subprocess.run(
             [python, "-m", "diloco_jax.maxtext", *given], env=clean_environment(), cwd=tmp_path, capture_output=True,
-            text=True, timeout=PATIENCE_S,
+            text=True, timeout=SLOW_HANGS_S,
         )  # fmt: skip
         assert ended.returncode == 2 and message in ended.stderr, ended.stderr[-2000:]
         assert "Traceback" not in ended.stderr

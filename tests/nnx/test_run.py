@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
-from tests.runtime.helpers import kill_processes, notes, start, wait_for
+from tests.runtime.helpers import interrupted, kill_processes, notes, start, wait_for
 from tests.runtime.own_loop.test_join import island_pid
 
 LOOP = Path(__file__).with_name("loop.py")
@@ -34,7 +34,6 @@ def starts(run_dir: Path, name: str) -> list[list[int]]:
 
 @pytest.mark.long
 @pytest.mark.net
-@pytest.mark.timeout(300)
 def test_a_module_and_a_split_state_are_killed_and_return_with_moments_and_statistics(
     tmp_path: Path, run_dir: Path
 ) -> None:
@@ -42,20 +41,18 @@ def test_a_module_and_a_split_state_are_killed_and_return_with_moments_and_stati
         "name": "nnx",
         "islands": {"count": 2, "devices": 1, "command": [sys.executable, str(LOOP)], "restart_delay_s": 0.1},
         "model": {"module": "own"},
-        "train": {"steps": 900, "eval_every": 0},
+        "train": {"steps": 1_000_000, "eval_every": 0},
         "protocol": {"sync_every": 4, "num_fragments": 3, "snapshot_every": 20},
         "trackers": [],
     }
     (tmp_path / "nnx.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     process = start("train", tmp_path / "nnx.yaml", "--quiet", "--run-dir", run_dir, step_s=0.04)
     for name in ("island-1", "island-0"):
-        wait_for(lambda: notes(run_dir, "merged", name) > 3, f"merges of {name}")  # noqa: B023
-        wait_for(lambda: any((run_dir / "states" / name).rglob("step_*.json")), f"a save of {name}")  # noqa: B023
+        wait_for(lambda: notes(run_dir, "merged", name) > 3, f"merges of {name}", process)  # noqa: B023
+        wait_for(lambda: any((run_dir / "states" / name).rglob("step_*.json")), f"a save of {name}", process)  # noqa: B023
         os.kill(island_pid(run_dir, name), signal.SIGKILL)
-        wait_for(lambda: len(starts(run_dir, name)) == 2, f"the return of {name}")  # noqa: B023
-    output, _ = process.communicate(timeout=200)
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert process.returncode == 0 and summary["complete"], output
+        wait_for(lambda: len(starts(run_dir, name)) == 2, f"the return of {name}", process)  # noqa: B023
+    interrupted(process)
     began = {name: starts(run_dir, name) for name in ("island-0", "island-1")}
     # An island that arrives after the other one's first steps gets its moments.
     assert [0, 0, 0] in [first[:3] for first, _ in began.values()]

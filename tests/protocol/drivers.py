@@ -13,6 +13,7 @@ from diloco_jax.protocol.effects import (
     Adopt,
     AdoptState,
     Discard,
+    Drop,
     DropChunks,
     Effect,
     KeepChunk,
@@ -85,6 +86,8 @@ class SyncerDriver:
             assert all(each.steps >= 1 and each.tokens >= 1 for each in effect.contributions), effect
             self._free(effect.global_step, {each.learner_id for each in effect.contributions})
             self.orders[effect.global_step] = effect
+        elif isinstance(effect, Drop) and effect.global_step >= 0:
+            self._payloads.discard((effect.global_step, effect.peer))
         elif isinstance(effect, Discard):
             self._free(effect.global_step, set())
         elif isinstance(effect, Restore):

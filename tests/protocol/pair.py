@@ -45,6 +45,7 @@ class Pair:
         fingerprint: what the syncer was built from; learners have FINGERPRINT unless they say otherwise.
         says_copies: whether `lines` tells of staged copies; the story is easier to follow without.
         steps: whether the syncer may send steps from version to version.
+        run: id of the run; "" as if an older release had started it.
         config: settings that differ from SMALL and the defaults.
     """
 
@@ -56,6 +57,7 @@ class Pair:
         says_copies: bool = False,
         state_parts: int = STATE_PARTS,
         steps: bool = False,
+        run: str = "",
         **config: Any,
     ) -> None:
         self.config = ProtocolConfig(**SMALL | config)
@@ -91,7 +93,7 @@ class Pair:
         self.lines: list[str] = []
         self._says_copies = says_copies
         self._state_parts = state_parts
-        self._run_syncer(self._taped.on_begin([value.digest for value in self.driver.values], self.now_s))
+        self._run_syncer(self._taped.on_begin([value.digest for value in self.driver.values], self.now_s, run))
 
     def join(
         self,
@@ -173,7 +175,7 @@ class Pair:
         if receiver == SYNCER:
             effects = self._taped.on_message(message, self.now_s)  # type: ignore[arg-type]
             if isinstance(message, FragmentValue) and not any(
-                isinstance(e, Drop) and e.peer == sender for e in effects
+                isinstance(e, Drop) and e[::2] == (sender, -1) for e in effects
             ):
                 self.driver.keep(message.global_step, sender)
             self._run_syncer(effects, message)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol.pacing import ENOUGH_SHARE, FIRST_SHARE, PACE_SHARE, ProtocolConfig, pace_floor_s
-from diloco_jax.protocol.syncer.book import Pace
+from diloco_jax.protocol.syncer.round import Pace
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.network import NetworkOptions
 from diloco_jax.sim.scenario import Scenario

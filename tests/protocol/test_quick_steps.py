@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from diloco_jax.protocol.pacing import FIRST_TURN_S, ProtocolConfig, grace_floor_s
-from diloco_jax.protocol.syncer.book import Round
+from diloco_jax.protocol.syncer.round import Round
 from diloco_jax.protocol.watch.alarms import Alarm, alarms_of
 from diloco_jax.protocol.watch.signs import CROWD_ROUNDS, CROWD_S, Crowd
 from diloco_jax.protocol.watch.stats import RunStats

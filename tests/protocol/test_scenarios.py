@@ -7,6 +7,7 @@ import pytest
 
 from diloco_jax.protocol.learner.machine import TRAINING
 from diloco_jax.protocol.messages import GlobalFragment
+from tests.limits import HANGS_S
 from tests.protocol.pair import Pair
 
 pairs: list[Pair] = []
@@ -66,7 +67,7 @@ def test_a_long_first_step_does_not_close_the_grace_window_for_long() -> None:
     it = Pair(sync_every=8, num_fragments=8, silence_s=20.0)
     pairs.append(it)
     it.join("a", "b", "c")
-    it.wait(60.0)  # all three compile
+    it.wait(HANGS_S)  # all three compile
     it.step("a", "b", "c", step_s=60.0)
     for _ in range(20):
         it.wait(0.8)
@@ -127,7 +128,7 @@ def test_lockstep_continues_after_silence_while_it_waits() -> None:
     it = lockstep()
     it.step("a")
     it.held.add("a")
-    it.wait(30.0)
+    it.wait(HANGS_S)
     assert it.notes("silent")
     it.lose_wire("a")
     it.held.clear()

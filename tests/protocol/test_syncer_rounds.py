@@ -8,8 +8,8 @@ from diloco_jax.protocol.effects import Contribution, Discard, Drop, Effect, Mer
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, SILENT
 from diloco_jax.protocol.messages import Adopted, Advance, AnchorRequest, Heartbeat, Leave, PullRequest, Stop
 from diloco_jax.protocol.pacing import ProtocolConfig, grace_window_s
-from diloco_jax.protocol.syncer.book import MERGING, PULLING, Pace, Round
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.round import MERGING, PULLING, Pace, Round
 from tests.protocol.syncer_inputs import LEASED, fragment, hello, merged, new, only, report, running, sent, value
 from tests.protocol.test_snapshot import HELD_NONE, anchor, restarted
 
@@ -91,7 +91,7 @@ def test_unanswered_pulls_are_repeated_ever_more_seldom_and_then_given_up() -> N
     assert {now_s for now_s, effects in asked.items() if effects == again} == {4, 10}
     assert syncer.next_deadline_s() == 13.0
     assert syncer.on_tick(13.0) == [
-        Drop("a", "no value within 12.0 s"),
+        Drop("a", "no value within 12.0 s", 1),
         Merge(1, 1, (Contribution("b", 1, 1, 10, 0, 1),)),
     ]
     (drop,) = syncer.on_message(value("a", 1, 1, 1), 14.0)

@@ -45,6 +45,7 @@ MESSAGES: list[LearnerMessage] = [
     StateChunk("b", 2, "a", 40, 3, 7, DIGEST, 1 << 20),
     StateRefused("b", 2, "a", "no state of step 40"),
     StateDone("a", 1, "b"),
+    hello("b", run="5eed"),
     Heartbeat("a", 1),
     Leave("a", 1, "a reason\nof two lines"),
 ]
@@ -78,8 +79,9 @@ def test_every_input_comes_back_as_it_was() -> None:
     taped.on_tick(6.25)
     taped.on_restart([4, 1, 2, 3], [DIGEST, 1, 2, 3], 4, 7.0)
     taped.on_begin([DIGEST, 1, 2, 3], 8.0)
+    taped.on_begin([DIGEST, 1, 2, 3], 8.5, "5eed")
     again = recorder()
-    assert len(list(replay(lines, again))) == len(MESSAGES) + 5
+    assert len(list(replay(lines, again))) == len(MESSAGES) + 6
     assert again.heard == told.heard
     for (_, message, _), (_, copy, _) in zip(told.heard[: len(MESSAGES)], again.heard, strict=False):
         assert type(message) is type(copy)

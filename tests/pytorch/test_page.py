@@ -4,18 +4,13 @@ import re
 import runpy
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from flax import nnx
-from torch import nn
 
 import diloco_jax
-from diloco_jax.nnx.holder import VariableHolder
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.settings.text import parse_text
-from diloco_jax.torch.holder import TorchHolder
-from diloco_jax.torch.names import placed_parameters
 from diloco_jax.transport.trust import certificates
 from diloco_jax.transport.trust.security import credentials
 from tests.runtime.helpers import ROOT
@@ -40,21 +35,28 @@ def test_all_examples_in_python_compile() -> None:
         compile(text, "docs/pytorch.md", "exec")
 
 
-class Tied(nn.Module):
-    """A module with a buffer, and a table that two layers share."""
+def tied() -> Any:
+    """Make a module with a buffer, and a table that two layers share."""
+    import torch
+    from torch import nn
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.hidden, self.out = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False)
-        self.out.weight = self.embed.weight
-        self.register_buffer("count", torch.zeros(()))
+    module = nn.Module()
+    module.embed, module.hidden, module.out = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False)
+    module.out.weight = module.embed.weight
+    module.register_buffer("count", torch.zeros(()))
+    return module
 
 
+@pytest.mark.extra("parity")
 def test_a_snapshot_becomes_the_state_of_a_module_with_shared_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import torch
+
+    from diloco_jax.torch.names import placed_parameters
+
     monkeypatch.chdir(tmp_path)
-    trained, model = Tied(), Tied()
+    trained, model = tied(), tied()
     values = {path: found.parameter.detach().numpy() for path, found in placed_parameters(trained).items()}
     checkpoint.save(Path("runs/mine/checkpoints"), {checkpoint.PARAMETERS: values}, {"global_step": 3, "tokens": 12})
     names = {"model": model, "torch": torch}
@@ -75,8 +77,15 @@ def test_the_certificates_of_the_page_are_those_of_the_command(tmp_path: Path, m
         credentials(names["transport"], "c")
 
 
+@pytest.mark.extra("parity")
 def test_the_two_loops_of_the_cookbook_have_one_model(tmp_path: Path) -> None:
     """The last recipe changes two examples, so that both have the same paths, shapes and kinds."""
+    from flax import nnx
+
+    import diloco_jax.torch
+    from diloco_jax.nnx.holder import VariableHolder
+    from diloco_jax.torch.holder import TorchHolder
+
     (recipe,) = re.findall(r"```bash\n(sed .*?)^cat ", (ROOT / "docs" / "cookbook.md").read_text(), re.S | re.M)
     subprocess.run(["bash", "-euc", recipe.replace("docs/", f"{ROOT}/docs/")], cwd=tmp_path, check=True)
     loops = {name: runpy.run_path(str(tmp_path / f"{name}_loop.py")) for name in ("torch", "jax")}

@@ -16,6 +16,7 @@ import yaml
 
 from diloco_jax.cli.main import main
 from diloco_jax.runtime.records.telemetry import read_metrics
+from tests.limits import HANGS_S
 
 ROOT = Path(__file__).parents[2]
 STEP_S = 0.02
@@ -51,6 +52,7 @@ def environment(step_s: float = STEP_S) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": os.environ["DILOCO_TEST_PROGRAMS"],
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
     }
     return kept | programs | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "DILOCO_TEST_STEP_S": str(step_s)}
 
@@ -83,7 +85,7 @@ def start(*arguments: object, step_s: float = STEP_S) -> subprocess.Popen[str]:
     )
 
 
-def run(*arguments: object, timeout_s: float = 100, step_s: float = STEP_S) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, timeout_s: float = HANGS_S, step_s: float = STEP_S) -> subprocess.CompletedProcess[str]:
     """The command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "diloco_jax", *map(str, arguments)],
@@ -94,7 +96,7 @@ def run(*arguments: object, timeout_s: float = 100, step_s: float = STEP_S) -> s
     )
 
 
-def trained(folder: Path, *, timeout_s: float = 200, **changes: Any) -> Path:
+def trained(folder: Path, *, timeout_s: float = HANGS_S, **changes: Any) -> Path:
     """Train the small job with changes to its end; returns the run's folder."""
     done = run("train", write_config(folder, **changes), "--run-dir", folder / "run", "--quiet", timeout_s=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -103,9 +105,17 @@ def trained(folder: Path, *, timeout_s: float = 200, **changes: Any) -> Path:
 
 def replayed(run_dir: Path) -> None:
     """Replay a run bit for bit."""
-    done = run("replay", run_dir, "--json", timeout_s=400, step_s=0)
+    done = run("replay", run_dir, "--json", step_s=0)
     found = json.loads(done.stdout)
     assert done.returncode == 0 and found["identical"] and not found["step_difference"], done.stdout + done.stderr
+
+
+def interrupted(process: "subprocess.Popen[str]") -> str:
+    """Interrupt a run as Ctrl-C does, and return its output."""
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=HANGS_S)
+    assert process.returncode == 130, output
+    return str(output)
 
 
 def call(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -121,15 +131,21 @@ def call(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 100) -> Any:
-    """Poll until the condition holds, and return its value."""
-    ends_s = time.monotonic() + timeout_s
+def wait_for(
+    condition: Callable[[], Any],
+    what: str,
+    process: "subprocess.Popen[str] | None" = None,
+    within_s: float = HANGS_S,
+) -> Any:
+    """Poll until the condition holds, and return its value; do not wait for a process that has ended."""
+    ends_s = time.monotonic() + within_s
     while time.monotonic() < ends_s:
-        value = condition()
-        if value:
+        ended = process is not None and process.poll() is not None
+        if value := condition():
             return value
+        assert not ended, f"the process ended before {what}: {process.stdout.read()}"
         time.sleep(0.05)
-    raise AssertionError(f"{what} did not happen within {timeout_s} s")
+    raise AssertionError(f"{what} did not happen within {within_s:g} s")
 
 
 def json_lines(path: Path) -> list[Any]:

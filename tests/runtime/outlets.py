@@ -1,5 +1,7 @@
-"""A callback that fails, for runs with real processes."""
+"""Callbacks for runs with real processes."""
 
+import os
+import time
 from typing import Any
 
 
@@ -10,3 +12,11 @@ class Raising:
         raise RuntimeError("out of order")
 
     on_round = on_step
+
+
+class Waiting:
+    """Keeps the syncer of a complete run until the test has its last metrics, or until it has waited long enough."""
+
+    def on_event(self, kind: str, text: str) -> None:
+        while kind == "finished" and not os.path.exists(os.environ["DILOCO_TEST_SCRAPED"]):
+            time.sleep(0.05)

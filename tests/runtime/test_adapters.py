@@ -1,8 +1,6 @@
 """A run of two islands that train adapters above a public model: killed as a whole, resumed, and replayed."""
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +9,23 @@ import pytest
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.settings.text import load
-from tests.runtime.helpers import call, kill_processes, processes_of, replayed, run, start, wait_for, write_config
+from tests.runtime.helpers import (
+    SLOW_STEP_S,
+    call,
+    kill_processes,
+    replayed,
+    run,
+    start,
+    wait_for,
+    write_config,
+)
 from tests.tools.export.folders import model_of, public
 
-STEPS = 200
+STEPS = 60
 
 
 @pytest.mark.long
 @pytest.mark.net
-@pytest.mark.timeout(600)
 def test_a_killed_run_of_adapters_is_resumed_and_replayed_bit_for_bit(tmp_path: Path) -> None:
     model = public(tmp_path / "public", model_of("llama"))
     files = {path: path.read_bytes() for path in (tmp_path / "public").iterdir()}
@@ -27,19 +33,17 @@ def test_a_killed_run_of_adapters_is_resumed_and_replayed_bit_for_bit(tmp_path: 
     config = write_config(
         tmp_path,
         islands={"count": 2, "devices": 1},
-        # Steps are large enough that the run is killed long before its end.
-        train={"steps": STEPS, "batch_size": 64, "seq_len": 128, "eval_every": 0},
+        train={"steps": STEPS, "batch_size": 16, "seq_len": 64, "eval_every": 0},
         model={"module": model.module, "args": dict(model.args), "weights": model.weights, "lora": lora},
+        # Steps take so long that the run is killed before its end.
+        callbacks=["tests.runtime.paced:Pace"],
         optimizer={"learning_rate": 0.01},
-        protocol={"sync_every": 6, "num_fragments": 3, "snapshot_every": 20},
+        protocol={"sync_every": 6, "num_fragments": 3, "snapshot_every": 10},
     )
     run_dir = tmp_path / "run"
-    process = start("train", config, "--run-dir", run_dir, "--quiet")
+    process = start("train", config, "--run-dir", run_dir, "--quiet", step_s=SLOW_STEP_S)
     try:
-        wait_for(lambda: complete(run_dir / "checkpoints"), "a snapshot", 250)
-        process.kill()
-        for pid in processes_of(run_dir):
-            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: complete(run_dir / "checkpoints"), "a snapshot", process)
     finally:
         process.kill()
         process.communicate()
@@ -49,7 +53,7 @@ def test_a_killed_run_of_adapters_is_resumed_and_replayed_bit_for_bit(tmp_path: 
     assert kept and all("/adapter/" in path for path in kept), "a snapshot holds nothing else"
     assert all(np.abs(value).max() > 0 for value in kept.values()), "they were trained before the kill"
 
-    done = run("train", config, "--run-dir", run_dir, "--resume", "--quiet", timeout_s=250)
+    done = run("train", config, "--run-dir", run_dir, "--resume", "--quiet")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["complete"] and summary["global_steps"] == STEPS > meta["global_step"]

@@ -13,6 +13,7 @@ from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.settings.text import load
+from tests.limits import HANGS_S
 from tests.natural_models import HERE
 from tests.runtime.helpers import (
     call,
@@ -27,8 +28,6 @@ from tests.runtime.helpers import (
     write_config,
 )
 
-PATIENCE_S = 200.0
-
 
 def tapes_of(run_dir: Path, name: str) -> list[str]:
     return [line for path in (run_dir / "tapes").glob(f"{name}.*") for line in path.read_text().splitlines()]
@@ -37,7 +36,6 @@ def tapes_of(run_dir: Path, name: str) -> list[str]:
 # Its parts have fast tests: test_other_state.py (training), test_recovery.py, test_replay_run.py (replay).
 @pytest.mark.net
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_model_with_other_state_trains_recovers_and_is_replayed_bit_for_bit(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
@@ -49,14 +47,14 @@ def test_a_model_with_other_state_trains_recovers_and_is_replayed_bit_for_bit(tm
     run_dir = tmp_path / "run"
     process = start("train", config, "--run-dir", run_dir, "--quiet", step_s=0.05)
     try:
-        wait_for(lambda: status(run_dir).get("global_step", 0) > 24, "training", PATIENCE_S)
+        wait_for(lambda: status(run_dir).get("global_step", 0) > 24, "training")
         victim = next(pid for pid, words in processes_of(run_dir).items() if " --island island-1 " in f"{words} ")
         os.kill(victim, signal.SIGKILL)
-        wait_for(lambda: any('["state"' in line for line in tapes_of(run_dir, "island-1")), "recovery", PATIENCE_S)
+        wait_for(lambda: any('["state"' in line for line in tapes_of(run_dir, "island-1")), "recovery")
         since = status(run_dir)["global_step"]
-        wait_for(lambda: status(run_dir)["global_step"] > since + 18, "training after it", PATIENCE_S)
+        wait_for(lambda: status(run_dir)["global_step"] > since + 18, "training after it")
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=PATIENCE_S)
+        output, _ = process.communicate(timeout=HANGS_S)
         assert process.returncode == 130, output
     finally:
         if process.poll() is None:
@@ -79,7 +77,6 @@ def test_a_model_with_other_state_trains_recovers_and_is_replayed_bit_for_bit(tm
 
 @pytest.mark.net
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_island_that_evaluates_the_final_model_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = write_config(tmp_path, train={"steps": 20, "eval_every": 0, "final_eval_batches": 3000})
@@ -89,28 +86,27 @@ def test_the_island_that_evaluates_the_final_model_is_killed(tmp_path: Path) -> 
         rows = status(folder).get("learners", [])
         return next((row["learner"] for row in rows if row["condition"] == "evaluating"), "")
 
-    name = wait_for(evaluating, "an evaluation", 400)
+    name = wait_for(evaluating, "an evaluation")
     assert status(folder)["state"] == "evaluating"
     os.kill(next(pid for pid, command in processes_of(folder).items() if f"--island {name}" in command), signal.SIGKILL)
-    output, _ = process.communicate(timeout=600)
+    output, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0, output
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["complete"] and summary["alarms"] == [] and summary["learners"][name]["restarts"] == 1
     asked = [record["members"] for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "evaluating"]
     assert asked == [[name], [name]], "it came back, and was asked again"
-    found = json.loads(run("eval", folder, "--json", timeout_s=300).stdout)
+    found = json.loads(run("eval", folder, "--json").stdout)
     assert found["loss"] == pytest.approx(summary["eval_loss"], abs=1e-5)
 
 
 @pytest.mark.net
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_in_lockstep_evaluations_do_not_change_a_bit(tmp_path: Path) -> None:
     def evaluated(every: int) -> dict[str, np.ndarray]:
         folder = tmp_path / str(every)
         folder.mkdir()
         protocol: dict[str, Any] = {"overlap_steps": 0, "quorum": 2}
-        run_dir = trained(folder, train={"steps": 18, "eval_every": every}, protocol=protocol, timeout_s=400)
+        run_dir = trained(folder, train={"steps": 18, "eval_every": every}, protocol=protocol)
         records = [r for r in read_metrics(run_dir / "metrics.jsonl") if r["kind"] == "eval"]
         assert len(records) > (3 if every else 0)
         return load_parameters(complete(run_dir / "checkpoints")[0])[0]
@@ -123,8 +119,7 @@ def test_in_lockstep_evaluations_do_not_change_a_bit(tmp_path: Path) -> None:
 PERIODS = {"sync_every": {"mlp": 4, "rest": 12}, "sync_later": {36: {"mlp": 8, "rest": 8}}, "num_fragments": 24}
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.nightly
 def test_a_run_in_base_3_is_replayed_bit_for_bit(tmp_path: Path) -> None:
     run_dir = trained(
         tmp_path,
@@ -162,3 +157,15 @@ def test_each_class_is_merged_at_its_turns_and_the_run_is_replayed_bit_for_bit(
     replayed(run_dir)
     audited = json.loads(call("audit", run_dir, "--json").stdout)
     assert audited["violations"] == 0 and audited["rounds"] == len(merged), audited
+
+
+@pytest.mark.nightly
+def test_islands_that_are_alike_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_TEST_PROGRAMS", str(tmp_path / "programs"))
+    config = write_config(tmp_path, model={"module": "diloco_jax.training.models.decoder:Decoder"})
+    kept = []
+    for island in ("island-0", "island-1"):
+        result = run("compile", config, "--island", island, "--run-dir", tmp_path)
+        assert result.returncode == 0, result.stderr
+        kept.append({path.name for path in (tmp_path / "programs").glob("*-cache")})
+    assert kept[0] == kept[1] and any(name.startswith("jit_train_step") for name in kept[0])

@@ -11,11 +11,12 @@ import pytest
 from diloco_jax.runtime.records.files import PROGRAMS
 from diloco_jax.settings import compiler
 from diloco_jax.settings.compiler import host_kind, keep_programs
+from tests.limits import HANGS_S
 from tests.runtime.helpers import environment, write_config
 
 # One process loads the package. Copies of it, made before JAX starts its backend, are the processes of a run: a
-# learner, the one that replaces it, and the next one. That one finds damaged files, because the one before it was killed
-# while it wrote them.
+# learner, the one that replaces it, and the next one. That one finds damaged files, because the one before it was
+# killed while it wrote them.
 PROCESSES = """
 import os, sys
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_the_second_process_compiles_nothing_and_damage_costs_only_time(tmp_path
     kept = {name: value for name, value in environment().items() if not name.startswith(("JAX_COMP", "NUMBA_"))}
     command = [sys.executable, "-c", PROCESSES, str(tmp_path / PROGRAMS), str(write_config(tmp_path))]
     ran = subprocess.run(
-        command, env=kept | {"XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=1000
+        command, env=kept | {"XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=HANGS_S
     )
     assert ran.returncode == 0, ran.stderr
     first, second, damaged, merges = ran.stdout.splitlines()

@@ -316,8 +316,10 @@ def test_a_queue_on_a_slow_downlink_drains(down_s: float, spread: float, jitter_
     """Requests wait behind versions: two rounds merged at once, their results shared the link, and it never ended.
 
     Without slowing down for waits 93 % of the values of (0.95, 0.5) came later than tau steps, the last after 4.2 s.
+    With jitter a value may overtake the report of its step, and its round waits for the report.
     """
-    ends_in_time(on_its_way(down_s, spread, jitter_s=jitter_s), late_max=0.1, longest=1.2, contributors_min=3.2)
+    late_max = 0.12 if jitter_s else 0.1
+    ends_in_time(on_its_way(down_s, spread, jitter_s=jitter_s), late_max=late_max, longest=1.2, contributors_min=3.2)
 
 
 def ends_in_time(watch: Watch, *, late_max: float, longest: float, contributors_min: float) -> None:

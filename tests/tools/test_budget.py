@@ -61,6 +61,7 @@ def preflight(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
     return judge.preflight(config, [], print)
 
 
+@pytest.mark.usefixtures("few_failures")
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_all_tools_say_the_same(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(load(path), algorithm="decoupled")

@@ -1,22 +1,42 @@
 """A tiny model and its islands, shared by the tests of this folder."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from diloco_jax.core import codec
+from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
-from tests.training.islands import MakeIsland
+from diloco_jax.training.state import TrainState
+from tests.quick import quick_compiler  # noqa: F401
+from tests.training.islands import TINY, MakeIsland
 
-TINY = {"vocab_size": 16, "dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "mlp_dim": 32}
+
+def copy_program(shardings: Any) -> Callable[[Any], TrainState]:
+    """Return a function that places a state of NumPy arrays on devices."""
+    # Through a program: device_put alone may leave the island on NumPy's memory, which cannot be donated.
+    own = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)
+    return lambda state: own(jax.device_put(state, shardings))
+
+
+def starting_from(state: Any) -> type[Blueprint]:
+    """Return blueprints whose islands start from a state that an equal model has drawn, and compile no initializer."""
+
+    class Drawn(Blueprint):
+        def _make_programs(self, optimizer: OptimizerConfig, tx: optax.GradientTransformation) -> None:
+            super()._make_programs(optimizer, tx)
+            self.create = lambda: copy_program(self.state_shardings)(state)  # type: ignore[assignment]
+
+    return Drawn
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +45,8 @@ def make_island() -> MakeIsland:
 
     Asked again for the same it returns the same island, back in its first state: a compiled step is seconds of work.
     """
-    made: dict[str, tuple[Island, Any]] = {}
+    made: dict[str, tuple[Island, Callable[[Any], TrainState]]] = {}
+    first: dict[str, Any] = {}
 
     def make(
         *,
@@ -36,26 +57,28 @@ def make_island() -> MakeIsland:
         rebase: bool = False,
         **mesh: int,
     ) -> Island:
-        config = MeshConfig(**mesh)
-        key = repr((config, optimizer, module, args, wire, rebase))
+        config, model = MeshConfig(**mesh), repr((optimizer, module, args))
+        key = repr((config, model, wire, rebase))
         if key in made:
-            island, (host, shardings) = made[key]
-            # Through a program: device_put alone may leave the island on NumPy's memory, which cannot be donated.
-            own = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)
-            island.state = own(jax.device_put(host, shardings))
+            island, placed = made[key]
+            island.state = placed(first[model])
             island.exchange.held = {}
             return island
         count = config.data * config.fsdp * config.expert * config.tensor
-        island = Island(
-            ModelConfig(module=module, args={**TINY, **(args or {})}),
-            optimizer or OptimizerConfig(warmup_steps=0),
-            config,
-            seed=0,
-            devices=jax.devices()[:count],
-            wire=wire,
-            rebase=rebase,
-        )
-        made[key] = island, (jax.tree.map(np.array, island.state), jax.tree.map(lambda x: x.sharding, island.state))
+        with pytest.MonkeyPatch.context() as patch:
+            if model in first:
+                patch.setattr("diloco_jax.training.island.Blueprint", starting_from(first[model]))
+            island = Island(
+                ModelConfig(module=module, args={**TINY, **(args or {})}),
+                optimizer or OptimizerConfig(warmup_steps=0),
+                config,
+                seed=0,
+                devices=jax.devices()[:count],
+                wire=wire,
+                rebase=rebase,
+            )
+        first.setdefault(model, jax.tree.map(np.array, island.state))
+        made[key] = island, copy_program(island.blueprint.state_shardings)
         return island
 
     return make
@@ -66,14 +89,6 @@ def batches() -> list[Sample]:
     """Eight batches of 8 sequences that count upwards from a random start: quickly learnt."""
     rng = np.random.default_rng(0)
     return [{"tokens": ((rng.integers(0, 16, (8, 1)) + np.arange(9)[None, :]) % 16).astype(np.int32)} for _ in range(8)]
-
-
-@pytest.fixture(scope="module")
-def quick_compiler() -> Iterator[None]:
-    """LLVM optimizes nothing: programs take half the time to compile. For tests that depend on no last bit."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 
 MakeIsland = Callable[..., Island]  # the fixture
+# The arguments of the smallest decoder.
+TINY = {"vocab_size": 16, "dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "mlp_dim": 32}
 
 
 def train(island: Island, batches: list[Sample], learning_rate: float = 1e-2, start: int = 0) -> list[float]:

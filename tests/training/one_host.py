@@ -24,6 +24,7 @@ from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
+from tests.limits import HANGS_S
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 # Rows of 512 elements among others: whole blocks, so that shards of them are rounded on the devices.
@@ -37,7 +38,6 @@ CASES: Sequence[tuple[dict[str, int], codec.Format]] = (
     ({"data": 2, "fsdp": 2}, "ternary"),
 )
 FRAGMENTS = 3
-PATIENCE_S = 300.0
 
 
 class Alone:
@@ -67,7 +67,7 @@ class ThroughFiles(Alone):
     def take(self, name: str) -> Mapping[int, bytes]:
         """See Alone."""
         other = 1 - jax.process_index()
-        theirs, ends_s = self._folder / f"{name}.{other}", time.monotonic() + PATIENCE_S
+        theirs, ends_s = self._folder / f"{name}.{other}", time.monotonic() + HANGS_S
         while not theirs.exists():
             assert time.monotonic() < ends_s, f"the other host did not write {theirs}"
             time.sleep(0.01)

@@ -17,8 +17,9 @@ from diloco_jax.training.data.corpus import Source, load_source, tokenizer_of
 from diloco_jax.training.data.order import SampleOrder, check_source, eval_batches, example
 from diloco_jax.training.data.pictures import PictureSource, list_pictures
 from diloco_jax.training.data.sample import Sample, count_predicted, stack
+from tests.extras import absent
 
-Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+Image = pytest.importorskip("PIL.Image", reason=absent("data"))
 
 SOFT, SEQ_LEN = 6, 40
 SPECIAL = ("<|image>", "<|image|>", "<image|>")
@@ -66,7 +67,7 @@ def write_table(folder: Path, *, as_csv: bool) -> Path:
 
 
 def write_parquet(folder: Path, names: list[str], *, struct: bool) -> Path:
-    pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
+    pyarrow = pytest.importorskip("pyarrow", reason=absent("data"))
     from pyarrow import parquet
 
     folder.mkdir()
@@ -115,8 +116,9 @@ def equal(one: Sample, other: Sample) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.extra("parity")
 def test_samples_are_those_of_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="the extra parity is not installed")
+    import transformers
 
     class Processor(transformers.Gemma4Processor):  # type: ignore[misc,name-defined]
         """The processor without the parts for sound and video, which need more packages."""
@@ -356,7 +358,7 @@ def test_damaged_texts_of_tables_are_refused(tmp_path: Path) -> None:
     (folder / "metadata.csv").write_text('file_name,text\nimages/00.png,"' + "x\n" * 100_000)
     with pytest.raises(ValueError, match=r"metadata.csv is not CSV at line 1: field larger .*; correct it"):
         load(folder)
-    pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
+    pyarrow = pytest.importorskip("pyarrow", reason=absent("data"))
     from pyarrow import parquet
 
     # Arrow writes what is not UTF-8 as text.

@@ -11,8 +11,10 @@ RNG = np.random.default_rng(0)
 SIZES = [(333, 517), (1, 1), (48, 48), (7, 1000), (900, 5), (768, 768), (1234, 77), (640, 480), (3, 4001)]
 
 
+@pytest.mark.extra("parity")
 def test_patches_are_those_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers", reason="the extra parity is not installed")
+    import transformers
+
     processor = transformers.Gemma4ImageProcessorPil()
     for number, size in enumerate([*SIZES, *RNG.integers(1, 700, (12, 2)).tolist()]):
         image = RNG.integers(0, 256, (*size, 3), np.uint8)

@@ -21,6 +21,7 @@ from diloco_jax.training.data.documents import TextSource, list_pieces, read_doc
 from diloco_jax.training.data.store import Store, local_store, locked
 from diloco_jax.training.data.tokenizer import open_tokenizer
 from diloco_jax.training.data.tokenizing import build_store
+from tests.extras import absent
 
 WITHOUT_GCSFS = pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed")
 TEXTS = [f"{'word ' * (number * 7 % 23)}{number} ü\n" for number in range(60)]
@@ -50,7 +51,7 @@ def write_gzip(folder: Path) -> str:
 
 
 def write_parquet(folder: Path) -> str:
-    pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
+    pyarrow = pytest.importorskip("pyarrow", reason=absent("data"))
     from pyarrow import parquet
 
     table = pyarrow.table({"text": TEXTS, "id": [1] * len(TEXTS)})
@@ -60,7 +61,7 @@ def write_parquet(folder: Path) -> str:
 
 
 def write_arrow(folder: Path, *, stream: bool = True) -> str:
-    pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
+    pyarrow = pytest.importorskip("pyarrow", reason=absent("data"))
     table = pyarrow.table({"text": TEXTS})
     path = str(folder / "data-00000-of-00001.arrow")
     with (pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file)(path, table.schema) as file:
@@ -71,7 +72,7 @@ def write_arrow(folder: Path, *, stream: bool = True) -> str:
 
 
 def write_records(folder: Path) -> str:
-    module = pytest.importorskip("array_record.python.array_record_module", reason="the extra data is not installed")
+    module = pytest.importorskip("array_record.python.array_record_module", reason=absent("data"))
     writer = module.ArrayRecordWriter(str(folder / "a.array_record"), "group_size:1")
     for text in TEXTS:
         writer.write(text.encode())
@@ -236,7 +237,7 @@ def test_rows_without_text_and_replaced_bytes_are_counted(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "binary"])
 def test_bytes_of_a_table_are_text(tmp_path: Path, kind: str) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="the extra data is not installed")
+    pyarrow = pytest.importorskip("pyarrow", reason=absent("data"))
     from pyarrow import parquet
 
     column = pyarrow.array([b"good", b"b\xe4d", None], "binary")

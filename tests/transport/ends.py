@@ -12,11 +12,11 @@ from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import Delivery, TransportConfig
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.inbox import Inbox, Session
+from tests.limits import HANGS_S
 
 # The tests never wait so long when the code is right.
-WAIT_S = 20.0
 LIMIT = 1 << 25
-CONFIG = TransportConfig(payload_bytes_max=LIMIT, chunk_bytes=1 << 16, connect_timeout_s=WAIT_S)
+CONFIG = TransportConfig(payload_bytes_max=LIMIT, chunk_bytes=1 << 16, connect_timeout_s=HANGS_S)
 NAMES = inspect.signature(grpc_link.connect).parameters
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def greet(listener: GrpcListener, link: GrpcLink, learner_id: str = "a", incarna
     assert heard == Delivery("message", learner_id, Heartbeat(learner_id, incarnation))
 
 
-def hear(side: Any, within_s: float = WAIT_S) -> Delivery:
+def hear(side: Any, within_s: float = HANGS_S) -> Delivery:
     """Return the next delivery."""
     delivery = side.receive(within_s)
     assert isinstance(delivery, Delivery), "nothing came"
@@ -89,7 +89,7 @@ def value(number: int = 1, size: int = 0, incarnation: int = 0, *, fragment_id: 
     return FragmentValue("a", incarnation, number, fragment_id, 9, 9, 9, 0, 9, size)
 
 
-def comes_true(condition: Callable[[], object], within_s: float = WAIT_S) -> bool:
+def comes_true(condition: Callable[[], object], within_s: float = HANGS_S) -> bool:
     """Wait until a condition holds; False if it does not in time."""
     until_s = time.monotonic() + within_s
     while not condition():

@@ -25,7 +25,8 @@ from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import Rejected, TransportError
 from diloco_jax.transport.trust import certificates
 from tests.fuzz.inputs import parts_of
-from tests.transport.ends import CONFIG, WAIT_S, Ends, comes_true, greet, hear, hear_end, hear_message, value
+from tests.limits import HANGS_S
+from tests.transport.ends import CONFIG, Ends, comes_true, greet, hear, hear_end, hear_message, value
 
 pytestmark = pytest.mark.net
 
@@ -63,7 +64,7 @@ def test_host_may_come_before_its_leader(ends: Ends, listener: GrpcListener) -> 
     early.start()
     assert comes_true(lambda: listener._book._opening) and not found
     leader = ends.connect(number=number, hosts=2, stripes=1)
-    early.join(WAIT_S)
+    early.join(HANGS_S)
     assert len(found) == 1 and found[0].number == leader.number
     send_parts([leader, *found], bytes(90))
     assert hear(listener).payload == bytes(90)

@@ -10,7 +10,8 @@ import pytest
 from diloco_jax.protocol.messages import Heartbeat
 from diloco_jax.transport.session import calls
 from diloco_jax.transport.trust import certificates
-from tests.transport.ends import WAIT_S, Ends, comes_true, greet
+from tests.limits import HANGS_S
+from tests.transport.ends import Ends, comes_true, greet
 
 pytestmark = pytest.mark.net
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -27,7 +28,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def dial(address: str, words: bytes) -> socket.socket:
     """A stranger's connection."""
     host, port = address.split(":")
-    found = socket.create_connection((host, int(port)), timeout=WAIT_S)
+    found = socket.create_connection((host, int(port)), timeout=HANGS_S)
     found.sendall(words)
     return found
 

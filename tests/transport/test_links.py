@@ -11,11 +11,13 @@ import pytest
 from diloco_jax.protocol import messages as m
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import LinkClosed, Rejected, TransportConfig, TransportError, split_address
-from tests.transport.ends import CONFIG, LIMIT, WAIT_S, Ends, comes_true, greet, hear, hear_end, hear_message, value
+from tests.limits import HANGS_S
+from tests.transport.ends import CONFIG, LIMIT, Ends, comes_true, greet, hear, hear_end, hear_message, value
 
 pytestmark = pytest.mark.net
 
 LEARNER_SAYS: list[tuple[m.LearnerMessage, bytes]] = [
+    (m.Hello("a", 0, (), (0,), (5,), 2, 8, 64, run="5eed"), b""),
     (m.Hello("a", 0, (("model", "5f"), ("config", "é")), (-1, 0, 7), (0, 5, 2**64 - 1), 2, 8, 64), b""),
     (m.StepReport("a", 0, 3, 192, 2, (m.Adopted(), m.Adopted(2, 1, 64)), 0.25, 5.5, 24, 64), b""),
     (m.FragmentValue("a", 0, 2, 1, 3, 2, 128, -1, 16, 5), b"bytes"),
@@ -31,6 +33,7 @@ LEARNER_SAYS: list[tuple[m.LearnerMessage, bytes]] = [
 ]
 SYNCER_SAYS: list[tuple[m.SyncerMessage, bytes]] = [
     (m.Welcome(4, (4, -1), 2, 7), b""),
+    (m.Welcome(4, (4, -1), 2, 7, "5eed"), b""),
     (m.Refuse("no"), b""),
     (m.PullRequest(5, 1, 40), b""),
     (m.GlobalFragment(5, 1, 4, 2, 2**64 - 1, 4, -1, 3, -(2**40)), b"\x00\xff\x00\xff"),
@@ -153,7 +156,7 @@ def test_learner_that_closes_is_noticed_once_after_its_last_words(ends: Ends, li
     for number in range(4):
         link.send(value(number, len(payload)), payload)
     link.send(m.Leave("a", 0, "done"))
-    link.close(WAIT_S)
+    link.close(HANGS_S)
     heard = [hear_message(listener) for _ in range(5)]
     assert sorted(type(message).__name__ for message in heard) == ["FragmentValue"] * 4 + ["Leave"]
     hear_end(listener, "closed by")
@@ -171,7 +174,7 @@ def test_syncer_that_closes_is_noticed_once_after_its_last_words(ends: Ends, lis
         for version in range(4):
             assert listener.send(name, m.GlobalFragment(version, 0, version, 1, 99, len(payload)), payload)
         assert listener.send(name, m.Stop(9, "complete"))
-    listener.close(WAIT_S)
+    listener.close(HANGS_S)
     for link in links.values():
         heard = {type(each.message): each.payload for each in (hear(link) for _ in range(5))}
         assert heard == {m.GlobalFragment: payload, m.Stop: b""}
@@ -227,7 +230,7 @@ def test_no_thread_outlives_its_session_or_holds_the_process(ends: Ends) -> None
     assert all(thread.daemon for thread in made)
     ends.close()
     for thread in ours:
-        thread.join(WAIT_S)
+        thread.join(HANGS_S)
         assert not thread.is_alive(), thread.name
 
 

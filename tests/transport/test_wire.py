@@ -28,6 +28,7 @@ from diloco_jax.transport.link import LEARNER_TYPES
 from diloco_jax.transport.partials import Partials, Ranges
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.assembly import Assembly
+from tests.limits import HANGS_S
 
 HEADER = pb.Header(run_id="run", epoch=3, sender="a", incarnation=2, session=7, lane=pb.LANE_BULK)
 VALUE = m.FragmentValue("a", 2, 5, 1, 40, 24, 9000, -1, 80, 10)
@@ -463,7 +464,10 @@ def protobuf_of(module: str) -> str:
 @pytest.mark.skipif(importlib.util.find_spec("grpc_tools") is None, reason="grpcio-tools is not installed")
 def test_the_committed_protobuf_code_is_what_protoc_generates(tmp_path: Path) -> None:
     subprocess.run(
-        [ROOT / "scripts/gen_proto", tmp_path], check=True, timeout=60, env={**os.environ, "PYTHON": sys.executable}
+        [ROOT / "scripts/gen_proto", tmp_path],
+        check=True,
+        timeout=HANGS_S,
+        env={**os.environ, "PYTHON": sys.executable},
     )
     committed, generated = ((root / FOLDER / "diloco_pb2.py").read_text(encoding="utf-8") for root in (ROOT, tmp_path))
     if protobuf_of(generated) != protobuf_of(committed):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import SLOW_HANGS_S
 from tests.runtime.helpers import ROOT
 
 VERSION = "0.1.7"
 HOME = Path("~/.cache/diloco-trainers").expanduser() / f"tunix-{VERSION}-py{sys.version_info[0]}{sys.version_info[1]}"
 # What tests of ours need in there.
 TESTS = ("pytest", "pytest-timeout", "hypothesis", "beartype")
-BUILD_S = 900.0
 
 
 def tunix_python() -> Path:
@@ -32,7 +32,7 @@ def tunix_python() -> Path:
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
     for command in commands:
         ended = subprocess.run(
-            [str(word) for word in command], capture_output=True, text=True, env=clean, timeout=BUILD_S
+            [str(word) for word in command], capture_output=True, text=True, env=clean, timeout=SLOW_HANGS_S
         )
         if ended.returncode:
             pytest.skip(f"no environment for {needs}: {' '.join(ended.stderr.split())[-400:]}")

@@ -25,6 +25,7 @@ from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
 import diloco_jax.tunix
 from diloco_jax.runtime.records.telemetry import read_metrics
 from docs.examples.tunix_sft import inputs
+from tests.limits import SLOW_HANGS_S
 from tests.runtime.helpers import start, wait_for
 
 # The models of tunix promote ranks; tests of ours do not.
@@ -63,7 +64,7 @@ def syncer(folder: Path, steps: int, eval_every: int = 0) -> Iterator[dict[str, 
     try:
         wait_for(lambda: process.poll() is not None or (address.exists() and address.read_text()), "an address")
         yield {"syncer": address.read_text(), "name": "a", "run_dir": folder / "run", **SIZES}
-        output, _ = process.communicate(timeout=100)
+        output, _ = process.communicate(timeout=SLOW_HANGS_S)
         assert process.returncode == 0, output
         assert json.loads((folder / "run" / "summary.json").read_text())["complete"]
     finally:

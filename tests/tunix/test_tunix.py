@@ -15,13 +15,13 @@ import yaml
 
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.runtime.records.telemetry import read_metrics
+from tests.limits import SLOW_HANGS_S
 from tests.runtime.helpers import ROOT, kill_processes, notes, start, wait_for
 from tests.runtime.own_loop.test_join import island_pid
 from tests.tunix.environment import tunix_python
 
-pytestmark = [pytest.mark.trainers, pytest.mark.net, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.trainers, pytest.mark.net]
 
-PATIENCE_S = 500.0
 EXAMPLE = ROOT / "docs" / "examples" / "tunix_sft.py"
 NAMES = ("island-0", "island-1")
 # The example's model.
@@ -74,7 +74,7 @@ def members(run_dir: Path) -> list[list[str]]:
 
 def ended(process: subprocess.Popen[str], run_dir: Path) -> dict[str, Any]:
     """Wait for a complete run; its summary."""
-    output, _ = process.communicate(timeout=PATIENCE_S)
+    output, _ = process.communicate(timeout=SLOW_HANGS_S)
     assert process.returncode == 0, output
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     assert summary["complete"] and not summary["unmerged_fragments"], output
@@ -95,12 +95,14 @@ def full(folder: Path) -> Path:
     path = config(folder, "full", program, 1200, snapshot_every=20)
     process = start("train", path, "--quiet", "--run-dir", run_dir, step_s=0.1)
     both = lambda: sum(len(each) == 2 for each in members(run_dir))  # noqa: E731
-    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and both() > 30, "merges of both", PATIENCE_S)
-    wait_for(lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state", PATIENCE_S)
+    wait_for(lambda: (run_dir / "metrics.jsonl").exists() and both() > 30, "merges of both", within_s=SLOW_HANGS_S)
+    wait_for(
+        lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state", within_s=SLOW_HANGS_S
+    )
     os.kill(island_pid(run_dir, "island-1"), signal.SIGKILL)
     before = both()
-    wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1", PATIENCE_S)
-    wait_for(lambda: both() > before + 30, "merges of both after the return", PATIENCE_S)
+    wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1", within_s=SLOW_HANGS_S)
+    wait_for(lambda: both() > before + 30, "merges of both after the return", within_s=SLOW_HANGS_S)
     summary = ended(process, run_dir)
     assert summary["num_parameters"] == NUM_PARAMETERS
     return run_dir
@@ -174,7 +176,7 @@ def test_a_real_trainer_in_its_own_process(tmp_path: Path) -> None:
         "ignore",
         ROOT / "tests" / "tunix" / "inside.py",
     ]
-    done = subprocess.run([str(word) for word in words], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run([str(word) for word in words], cwd=ROOT, capture_output=True, text=True, timeout=SLOW_HANGS_S)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 

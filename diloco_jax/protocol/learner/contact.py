@@ -35,6 +35,8 @@ class Contact:
     heartbeat_at_s: float | None = None
     # Local step of the newest greeting.
     hello_step: int = 0
+    # Id of the run that welcomed this learner; "" before, or if the run has none.
+    run: str = ""
     # Whether a value has arrived damaged since then, so that only another greeting brings it.
     damaged: bool = False
     # The newest report, in case the syncer lost it.
@@ -80,7 +82,7 @@ class Contact:
         who = (self.learner_id, self.incarnation, self.fingerprint)
         data = (allotment.step_samples, allotment.granted)
         hello = messages.Hello(*who, versions, digests, anchors.epoch, *data)
-        self.effects.append(Send(SYNCER, hello._replace(evaluates=self.evaluates)))
+        self.effects.append(Send(SYNCER, hello._replace(evaluates=self.evaluates, run=self.run)))
 
     def lost_track(self, now_s: float) -> bool:
         """Return whether the syncer has been silent for so long that it may have forgotten this learner."""

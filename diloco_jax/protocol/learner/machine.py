@@ -364,16 +364,22 @@ class Learner:
         # A syncer that lost the end of the run continues it.
         self.examination.over = False
         self.anchors.epoch = max(self.anchors.epoch, message.epoch)
+        self.contact.run = message.run or self.contact.run
         if self.state in (RECOVERING, TRAINING):
             # This answers the greeting of a reconnection.
             self.contact.answered()
-        self.start.on_welcome(message.global_step, now_s)
+        self.start.on_welcome(message.global_step, now_s, message.run)
         self._update_state(now_s)
 
     def on_state_adopted(self, ok: bool, now_s: float) -> list[Effect]:
         """Record that the driver has loaded a state, or could not use it."""
         self.start.on_adopted(ok, self.global_step, now_s)
         self._update_state(now_s)
+        return self._effects.drain()
+
+    def on_state_unusable(self, receiver: str, reason: str) -> list[Effect]:
+        """Give a receiver nothing of its copy, because the driver found that the copy cannot be used."""
+        self.donor.on_unusable(receiver, reason)
         return self._effects.drain()
 
     def _on_state_pull(self, message: messages.StatePull, now_s: float) -> None:
@@ -528,6 +534,11 @@ class Learner:
     def digests(self) -> list[int]:
         """Return the digests of the held global values."""
         return self.anchors.digests
+
+    @property
+    def run(self) -> str:
+        """Return the id of the run that the learner has joined; "" before, or if the run has none."""
+        return self.contact.run
 
     @property
     def epoch(self) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from diloco_jax.protocol.claims import contradiction
 from diloco_jax.protocol.effects import Contribution, Discard, Drop, Effects, Merge, SaveSnapshot, Send
@@ -22,137 +22,21 @@ from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, PullRequest
+from diloco_jax.protocol.owed import ANSWER_STEPS, Owed, resting
 from diloco_jax.protocol.pacing import (
-    ENOUGH_SHARE,
-    FIRST_SHARE,
     FIRST_TURN_S,
-    PACE_SHARE,
     SHORT_STEPS,
     Closing,
     ProtocolConfig,
     closing,
-    ema,
     grace_floor_s,
     grace_window_s,
     pace_floor_s,
 )
 from diloco_jax.protocol.syncer.evaluations import Evaluations
 from diloco_jax.protocol.syncer.progress import Downstream, Progress
+from diloco_jax.protocol.syncer.round import MERGING, PULLING, Pace, Round
 from diloco_jax.protocol.turns import Turns
-
-COLLECTING, PULLING, MERGING = "collecting", "pulling", "merging"
-
-
-@dataclass(slots=True)
-class Round:
-    """One fragment's turn at the syncer; RoundBook moves it from phase to phase."""
-
-    global_step: int
-    # -1 if no fragment is due.
-    fragment_id: int
-    opened_s: float
-    phase: str = COLLECTING
-    # When the quorum was met.
-    met_s: float = 0.0
-    # End of the grace window, once the quorum is met.
-    closes_s: float | None = None
-    # The round does not close before this time.
-    paced_s: float = 0.0
-    # End of the grace window by Eq. 3, if grace_steps_min or grace_min_s keeps the round open for longer.
-    slack_s: float | None = None
-    closed_s: float = 0.0
-    # When pulls without an answer are repeated. The wait doubles each time, because on a slow link the values are in
-    # transit and not lost.
-    resend_s: float = 0.0
-    resend_wait_s: float = 0.0
-    # When pulls without an answer are given up.
-    expires_s: float = 0.0
-    # When the last of the values had arrived.
-    pulled_s: float = 0.0
-    # Number of learners that were asked, and when half of them had answered.
-    size: int = 0
-    half_s: float | None = None
-    # Learner -> local step that it was asked for, until it answers.
-    asked: dict[str, int] = field(default_factory=dict)
-    values: dict[str, Contribution] = field(default_factory=dict)
-    # Learner -> tokens that its member had reported when the round closed.
-    told_tokens: dict[str, int] = field(default_factory=dict)
-    # Learners whose value here is of an incarnation before the present one.
-    former: set[str] = field(default_factory=set)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return all fields as plain values that JSON keeps exactly."""
-        plain = {name: getattr(self, name) for name in sorted(self.__slots__)}
-        plain |= {"values": list(self.values.values()), "former": sorted(self.former)}
-        return plain | {"asked": list(self.asked.items()), "told_tokens": dict(self.told_tokens)}
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Round:
-        """Make the round that `to_plain` described."""
-        asked = {learner_id: local_step for learner_id, local_step in plain["asked"]}
-        told_tokens = dict(plain["told_tokens"])
-        values = {part.learner_id: part for part in (Contribution(*values) for values in plain["values"])}
-        former = set(plain["former"])
-        return cls(**plain | {"asked": asked, "told_tokens": told_tokens, "values": values, "former": former})
-
-    def answered(self, learner_id: str, now_s: float) -> None:
-        """Record that a learner that was asked has answered."""
-        del self.asked[learner_id]
-        if self.half_s is None and 2 * len(self.asked) <= self.size:
-            self.half_s = now_s
-
-    def waits_long(self, now_s: float, least_s: float = 0.0) -> bool:
-        """Return whether the learners still asked have taken more than twice as long as the faster half.
-
-        Args:
-            least_s: a shorter wait after the faster half does not count as long.
-        """
-        if self.half_s is None or now_s - self.half_s < least_s:
-            return False
-        return now_s - self.closed_s > 2 * (self.half_s - self.closed_s)
-
-    @property
-    def waits_for(self) -> str:
-        """Describe what a closed round waits for."""
-        return f"round {self.global_step}, {self.phase}: {', '.join(sorted(self.asked)) or 'the merge'}"
-
-
-class Pace(NamedTuple):
-    """Moving averages of Eq. 3, in seconds and None before the first sample, and whether Eq. 3 leaves time for enough.
-
-    quorum_s is xi_quorum. merge_s is the part of xi_sync that the syncer sees, from closing a round to its new version.
-    How long that version is in transit is measured per member (Membership.broadcast_s).
-
-    A sample counts for at most the whole slack of tau steps. So one long wait (a first compile, a partition, a pull
-    that timed out) closes the grace window at once, but not for the next dozens of rounds.
-    """
-
-    quorum_s: float | None = None
-    merge_s: float | None = None
-    # Share of the learners that keep pace: those that had reported when a round closed, or would have by Eq. 3 alone.
-    share: float = FIRST_SHARE
-    # True while rounds wait for these learners longer than Eq. 3 allows.
-    awaits: bool = False
-
-    def after_quorum(self, sample_s: float, step_s: float | None, config: ProtocolConfig) -> Pace:
-        """Return the averages after a round that met its quorum so many seconds after it opened."""
-        return self._replace(quorum_s=_averaged(self.quorum_s, sample_s, step_s, config))
-
-    def after_merge(self, sample_s: float, step_s: float | None, config: ProtocolConfig) -> Pace:
-        """Return the averages after a round that was pulled and merged so many seconds after it closed."""
-        return self._replace(merge_s=_averaged(self.merge_s, sample_s, step_s, config))
-
-    def after_close(self, share: float, config: ProtocolConfig) -> Pace:
-        """Return the averages after a round; this share of the learners that keep pace was in time."""
-        share = ema(self.share, share, config.ema_decay)
-        return self._replace(share=share, awaits=share < (ENOUGH_SHARE if self.awaits else PACE_SHARE))
-
-
-def _averaged(average: float | None, sample_s: float, step_s: float | None, config: ProtocolConfig) -> float | None:
-    if step_s is None:
-        # No learner has made a second step, so the wait was for compilers.
-        return average
-    return ema(average, min(sample_s, config.overlap_steps * step_s), config.ema_decay)
 
 
 @dataclass(slots=True)
@@ -176,6 +60,8 @@ class RoundBook:
     collecting: Round | None = None
     # Members that have reported a step which the collecting round may count.
     fresh: set[str] = field(default_factory=set)
+    # Member -> the answers that it owes.
+    owing: dict[str, Owed] = field(default_factory=dict)
     # While True no round opens or closes, because learners may bring newer versions.
     paused: bool = False
     pace: Pace = field(default_factory=Pace)
@@ -194,7 +80,8 @@ class RoundBook:
                 break
             late = self._late(now_s)
             fresh = len(self.fresh - late) if late else len(self.fresh)
-            if fresh < self.config.quorum:
+            reliable = len(self.fresh - late - self._unreliable()) if self.owing else fresh
+            if reliable < self.config.quorum:
                 # A learner may have left in the grace window.
                 this.closes_s = None
                 break
@@ -242,9 +129,10 @@ class RoundBook:
                 self.evaluations.conclude(now_s)
             return None
         fragment_id = self.turns.due(step)
-        if len(self.flying) >= max(1, self.config.overlap_steps):
-            return None
-        if fragment_id >= 0 and any(this.fragment_id == fragment_id for this in self.flying.values()):
+        full = len(self.flying) >= max(1, self.config.overlap_steps)
+        if full or any(this.fragment_id == fragment_id >= 0 for this in self.flying.values()):
+            for this in self._blocking(fragment_id, full):
+                self._give_up(this, f"no value before round {this.global_step} kept the next one waiting", now_s)
             return None
         self.collecting = self.flying[step] = Round(step, fragment_id, now_s)
         self.fresh = set()
@@ -311,19 +199,29 @@ class RoundBook:
             return True
         return self._starters(this)
 
-    def _late(self, now_s: float) -> set[str]:
-        """Return the live learners that the collecting round excludes, because an earlier round waits long for them.
+    def _unreliable(self) -> set[str]:
+        """Return the members that owe answers, if the others can meet the quorum; rounds need the others."""
+        if not self.owing:
+            return set()
+        members = self.membership.members
+        owing = {name for name in self.owing if members[name].state == ACTIVE}
+        return owing if self.membership.live - len(owing) >= self.config.quorum else set()
 
-        On a slow link the collecting round would wait as long, and so would every round after it. If too few learners
-        would remain, the round excludes none.
+    def _late(self, now_s: float) -> set[str]:
+        """Return the live learners that the collecting round excludes, because earlier rounds waited long for them.
+
+        On a slow link the collecting round would wait as long, and so would every round after it. A learner that owes
+        answers is asked in some rounds only (owed.py). If too few learners would remain, the round excludes none.
         """
         late: set[str] = set()
-        if len(self.flying) < 2:
-            # Only the collecting round is in flight.
-            return late
-        for this in self.flying.values():
-            if this.asked and this.waits_long(now_s) and this.waits_long(now_s, self._floor_s()):
-                late.update(name for name in this.asked if self.membership.members[name].state == ACTIVE)
+        if self.owing and self.collecting is not None:
+            rest = resting(self.owing, self.collecting.global_step)
+            late.update(name for name in rest if self.membership.members[name].state == ACTIVE)
+        # With fewer rounds in flight there is only the collecting one.
+        if len(self.flying) >= 2:
+            for this in self.flying.values():
+                if this.asked and this.waits_long(now_s) and this.waits_long(now_s, self._floor_s()):
+                    late.update(name for name in this.asked if self.membership.members[name].state == ACTIVE)
         if late and self.membership.live - len(late) < self.config.quorum:
             return set()
         return late
@@ -356,7 +254,7 @@ class RoundBook:
         this.phase = PULLING
         this.closed_s = self.closed_s = now_s
         self._judge_pace(this, late, now_s)
-        this.resend_wait_s = max(self.config.resend_s, 2.0 * (self.pace.merge_s or 0.0))
+        this.resend_wait_s = self._resend_wait_s()
         this.resend_s = now_s + this.resend_wait_s
         this.expires_s = now_s + self.config.pull_timeout_s
         for learner_id in members:
@@ -366,6 +264,7 @@ class RoundBook:
             this.told_tokens[learner_id] = member.tokens
             member.asked_for(this.fragment_id, this.global_step)
             self.effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
+        self._expect_answers(this)
         for member in self.membership.live_members():
             self.downstream.repair(member, this.fragment_id)
 
@@ -398,18 +297,42 @@ class RoundBook:
         if fragment_id != this.fragment_id:
             self._drop(name, f"value of fragment {fragment_id} where {this.fragment_id} was asked for")
             return
+        if name in this.early:
+            self._drop(name, f"value for round {message.global_step} came twice")
+            return
+        if message.local_step > member.local_step:
+            # Bulk connections may overtake the control connection. The value counts once the report of its step is
+            # here, because only reports confirm its counters.
+            this.early[name] = message
+            return
+        self._take(this, member, message, now_s)
+
+    def on_reported(self, member: Member, now_s: float) -> None:
+        """Take the values of a member that came before the report of their step."""
+        for this in list(self.flying.values()):
+            early = this.early.get(member.learner_id)
+            if early is not None and early.local_step <= member.local_step:
+                self._take(this, member, early, now_s)
+
+    def _take(self, this: Round, member: Member, message: FragmentValue, now_s: float) -> None:
+        """Take a member's answer, whose step its reports have confirmed."""
+        name, fragment_id, history = member.learner_id, message.fragment_id, self.downstream.history
+        # The driver keeps the payload of a value that came before its report.
+        kept = this.global_step if name in this.early else -1
         this.answered(name, now_s)
+        self.owing.pop(name, None)
+        self._expect_answers(this)
         base = message.base_version
         asked = member.credit.asked.get(fragment_id)
         # A state written by an older release does not hold the report that was newest when the round asked.
         known = asked is not None and asked.round == this.global_step
         if message.steps < 1 or message.tokens < 1:
-            self._drop(name, "value without a step since the last adoption")
+            self._drop(name, "value without a step since the last adoption", kept)
         elif base not in history[fragment_id]:
-            self._drop(name, f"value against version {base}, kept are {history[fragment_id]}")
+            self._drop(name, f"value against version {base}, kept are {history[fragment_id]}", kept)
             self.downstream.send(member, fragment_id)
         elif asked and known and (wrong := contradiction(message, asked, member.reported(fragment_id))):
-            self._drop(name, wrong)
+            self._drop(name, wrong, kept)
         else:
             member.credit.merged_base[fragment_id] = base
             tokens = self.progress.plausible(message.tokens, message.steps, member, self.membership)
@@ -421,8 +344,8 @@ class RoundBook:
             return
         self.settle(this, now_s)
 
-    def _drop(self, name: str, reason: str) -> None:
-        self.effects.append(Drop(name, reason))
+    def _drop(self, name: str, reason: str, kept: int = -1) -> None:
+        self.effects.append(Drop(name, reason, kept))
 
     def settle(self, this: Round, now_s: float) -> None:
         """Merge a pulled round after the last answer; give it up if no learner answered."""
@@ -430,8 +353,9 @@ class RoundBook:
             return
         if this.values:
             this.phase, this.pulled_s = MERGING, now_s
-            contributions = tuple([this.values[learner_id] for learner_id in sorted(this.values)])
-            self.effects.append(Merge(this.global_step, this.fragment_id, contributions))
+            contributions = [this.values[learner_id] for learner_id in sorted(this.values)]
+            weighed = self.progress.weighed(contributions, self.membership)
+            self.effects.append(Merge(this.global_step, this.fragment_id, weighed))
             return
         del self.flying[this.global_step]
         note = self.progress.note("abandoned", this.fragment_id, (), "no value arrived", this.global_step)
@@ -492,6 +416,8 @@ class RoundBook:
         """Stop waiting for a lost learner."""
         self.fresh.discard(learner_id)
         for this in list(self.flying.values()):
+            if this.early.pop(learner_id, None) is not None:
+                self._drop(learner_id, "its connection ended before the report of its value", this.global_step)
             if this.asked.pop(learner_id, None) is not None:
                 self.settle(this, now_s)
 
@@ -507,16 +433,50 @@ class RoundBook:
     def on_tick(self, now_s: float) -> None:
         """Repeat pulls without an answer, and finally give them up."""
         for this in [r for r in self.flying.values() if r.phase == PULLING]:
+            this.owed = now_s >= this.owed_s
             if now_s >= this.expires_s:
-                reason = f"no value within {self.config.pull_timeout_s} s"
-                self.effects.extend([Drop(learner_id, reason) for learner_id in sorted(this.asked)])
-                this.asked.clear()
-                self.settle(this, now_s)
+                self._give_up(this, f"no value within {self.config.pull_timeout_s} s", now_s)
             elif now_s >= this.resend_s:
                 this.resend_wait_s *= 2
                 this.resend_s = now_s + this.resend_wait_s
                 for learner_id, local_step in sorted(this.asked.items()):
                     self.effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
+
+    def _expect_answers(self, this: Round) -> None:
+        """Set when the answers that a round waits for are owed."""
+        asked, resend_s = [self.membership.members[name] for name in this.asked], self._resend_wait_s()
+        # A learner may do something else between two steps, such as to wait for its data.
+        steps = [max(m.step_s or self.membership.median_step_s() or 0.0, min(m.between_s, resend_s)) for m in asked]
+        answer_s = (ANSWER_STEPS + self.config.wait_steps) * max(steps, default=0.0)
+        if not this.asked.keys() <= self.owing.keys():
+            answer_s = max(answer_s, resend_s)
+        this.owed_s, this.owed = this.closed_s + answer_s, False
+
+    def _resend_wait_s(self) -> float:
+        """Return the seconds until a pull without an answer is repeated for the first time."""
+        return max(self.config.resend_s, 2.0 * (self.pace.merge_s or 0.0))
+
+    def _blocking(self, fragment_id: int, full: bool) -> list[Round]:
+        """Return the rounds whose wait for owed answers keeps the next round from opening.
+
+        They do if its fragment is in one of them, or if no round in flight does anything else. In lockstep all learners
+        wait for each other, whatever it takes.
+        """
+        if self.lockstep:
+            return []
+        others, rounds = bool(self._unreliable()), self.flying.values()
+        waiting = [this for this in rounds if this.phase == PULLING and this.owed and (others or this.values)]
+        return waiting if full and len(waiting) == len(rounds) else [r for r in waiting if r.fragment_id == fragment_id]
+
+    def _give_up(self, this: Round, reason: str, now_s: float) -> None:
+        """End a round's wait for values; their learners owe them."""
+        for name in sorted(this.asked):
+            self._drop(name, reason, this.global_step)
+            before = self.owing.get(name)
+            self.owing[name] = before.after(this.global_step) if before else Owed(1, this.global_step)
+        this.asked.clear()
+        this.early.clear()
+        self.settle(this, now_s)
 
     def waiting_for(self, now_s: float) -> str:
         """Describe what the next round waits for."""
@@ -539,6 +499,7 @@ class RoundBook:
             "collecting": self.collecting.global_step if self.collecting is not None else None,
             "fresh": sorted(self.fresh),
             "pace": [*self.pace, self.closed_s],
+            "owing": [[name, *owed] for name, owed in self.owing.items()],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -547,6 +508,8 @@ class RoundBook:
         self.fresh = set(state["fresh"])
         *averages, self.closed_s = state["pace"]
         self.pace = Pace(*averages)
+        # Older releases wrote none.
+        self.owing = {name: Owed(*owed) for name, *owed in state.get("owing", ())}
 
 
 def _without(late: set[str]) -> str:

@@ -32,8 +32,9 @@ from diloco_jax.protocol.member import DISCONNECTED, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import NO_VERSION, STOPPED_OUTSIDE, AnchorRequest, AnchorValue
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer.book import MERGING, Round, RoundBook
+from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.progress import Downstream, Progress
+from diloco_jax.protocol.syncer.round import MERGING, Round
 
 # How often the syncer repeats a request to learners that are back. It waits for that many even after the deadline.
 REPETITIONS_MAX = 3

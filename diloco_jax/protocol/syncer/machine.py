@@ -28,11 +28,12 @@ from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, Hello, LearnerMessage, StateMessage, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import Matchmaker
-from diloco_jax.protocol.syncer.book import COLLECTING, PULLING, RoundBook
+from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
 from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan, Evaluations
 from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS, NO_BUDGET, Budget, Downstream, Limits, Progress
 from diloco_jax.protocol.syncer.roster import Roster
+from diloco_jax.protocol.syncer.round import COLLECTING, PULLING
 
 
 class Syncer:
@@ -82,10 +83,10 @@ class Syncer:
             **dict.fromkeys(get_args(StateMessage), self._on_state_message),
         }
 
-    def on_begin(self, digests: Sequence[int], now_s: float) -> list[Effect]:
-        """Take the first input of a run: the digests of the initial fragments."""
+    def on_begin(self, digests: Sequence[int], now_s: float, run: str = "") -> list[Effect]:
+        """Take the first input of a run: the digests of the initial fragments, and the id that the driver drew."""
         assert len(digests) == len(self.versions), f"{len(digests)} initial fragments, not {len(self.versions)}"
-        self.downstream.digests = list(digests)
+        self.downstream.digests, self.membership.run = list(digests), run
         return []
 
     def on_message(self, message: LearnerMessage, now_s: float) -> list[Effect]:
@@ -121,7 +122,8 @@ class Syncer:
     def _on_hello(self, message: Hello, now_s: float) -> None:
         """Let a learner join or return, or answer a greeting that it repeats because something was lost."""
         progress = self.progress
-        refusal = self.membership.refusal(message, progress.epoch, progress.rewound)
+        newest = None if self.restoring else progress.global_step
+        refusal = self.membership.refusal(message, progress.epoch, progress.rewound, newest)
         if refusal:
             self._refuse(message, refusal)
             return
@@ -136,8 +138,8 @@ class Syncer:
         elif member.state == SILENT:
             self.roster.heard(member, now_s)
             self.rounds.count(member)
-        welcome = messages.Welcome(progress.global_step, tuple(self.versions), progress.epoch, progress.schedule_lead)
-        self._effects.append(Send(member.learner_id, welcome))
+        now = (progress.global_step, tuple(self.versions), progress.epoch, progress.schedule_lead)
+        self._effects.append(Send(member.learner_id, messages.Welcome(*now, self.run)))
         self.roster.supply(member, message)
         restoring = self.comeback.restoring
         # The newest version of a wanted fragment is not known yet.
@@ -183,6 +185,7 @@ class Syncer:
         # An overtaken report names fewer leases than have arrived.
         if local_step == member.local_step:
             self.roster.supply(member, message)
+        self.rounds.on_reported(member, now_s)
         if self.rounds.count(member):
             self.rounds.proceed(now_s)
             return
@@ -332,6 +335,8 @@ class Syncer:
                     deadline_s = this.resend_s
                 if this.expires_s < deadline_s:
                     deadline_s = this.expires_s
+                if this.owed_s < deadline_s and not this.owed:
+                    deadline_s = this.owed_s
             elif this.phase == COLLECTING and this.closes_s is not None and this.closes_s < deadline_s:
                 deadline_s = this.closes_s
         return deadline_s if deadline_s < inf else None
@@ -359,6 +364,11 @@ class Syncer:
             names = ", ".join(sorted(restoring.awaited)) or "versions on their way"
             return f"learners to bring what the syncer lost: {names}"
         return self.rounds.waiting_for(now_s)
+
+    @property
+    def run(self) -> str:
+        """Return the id of the run; "" if an older release started it."""
+        return self.membership.run
 
     @property
     def epoch(self) -> int:

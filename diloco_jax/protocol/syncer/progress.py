@@ -1,12 +1,12 @@
 """Clock, limits and newest versions of a run; all parts of the syncer's machine share them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, sqrt
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.claims import LEAPS, plausible_tokens
-from diloco_jax.protocol.effects import Effects, Note, Send
+from diloco_jax.protocol.effects import Contribution, Effects, Note, Send
 from diloco_jax.protocol.member import Held, Member, Sent
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import NO_VERSION, GlobalFragment, Hello
@@ -119,6 +119,20 @@ class Progress:
         if usual == inf and self.budget.tokens:
             usual = float(self.budget.step_tokens)
         return plausible_tokens(tokens, steps, usual, self.factor)
+
+    def weighed(self, contributions: Sequence[Contribution], membership: Membership) -> tuple[Contribution, ...]:
+        """Return contributions with at most the tokens that they may weigh in a merge.
+
+        A weight is tokens^2 / steps. So that no step weighs more than `factor` times a usual one, it counts for at most
+        sqrt(factor) times the usual tokens.
+        """
+        usual = membership.usual_step_tokens()
+        if usual == inf and self.budget.tokens:
+            usual = float(self.budget.step_tokens)
+        factor = sqrt(self.factor)
+        return tuple(
+            [each._replace(tokens=plausible_tokens(each.tokens, each.steps, usual, factor)) for each in contributions]
+        )
 
     @property
     def value_tokens_max(self) -> int:

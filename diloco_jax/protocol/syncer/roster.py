@@ -9,9 +9,10 @@ from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Expel, Hello, Lease, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import Matchmaker
-from diloco_jax.protocol.syncer.book import Round, RoundBook
+from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
 from diloco_jax.protocol.syncer.progress import Progress
+from diloco_jax.protocol.syncer.round import Round
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class Roster:
         for this in [*self.rounds.flying.values(), *uncertain]:
             if name in this.values:
                 this.former.add(name)
+        self.rounds.owing.pop(name, None)
         self.leases.forget(name)
 
     def check_silence(self, now_s: float) -> None:

@@ -111,8 +111,8 @@ class Subscribers:
                 subscriber.turn = number + 1
                 found.append(self._whole(number))
             else:
-                lead = progress.schedule_lead
-                found.append(Welcome(progress.global_step, tuple(down.versions), progress.epoch, lead))
+                now = (progress.global_step, tuple(down.versions), progress.epoch, progress.schedule_lead)
+                found.append(Welcome(*now, self.syncer.run))
         elif subscriber.global_step < progress.global_step:
             subscriber.global_step = progress.global_step
             found.append(Advance(progress.global_step, progress.schedule_lead))

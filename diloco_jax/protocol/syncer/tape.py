@@ -5,7 +5,8 @@ replaying feeds the lines to a fresh machine of the same configuration, which th
 
 Line:  [input, now_s, arguments...]   e.g.  ["StepReport", 12.5, "island-0", 1, 7, 7168, ...]
 
-The first line of each life of the syncer ends with the stamp of its release.
+The first line of each life of the syncer has the stamp of its release. The first line of the tape,
+["begin", now_s, digests, stamp, run], ends with the id of the run; older releases wrote none.
 
 A line is written before any effect of its input is executed, so the tape of a syncer that was killed has every decision
 that another process has seen. From a line ["rewind", ...] on, the run continues from its state at an earlier snapshot.
@@ -115,9 +116,9 @@ class TapedSyncer:
     def _write(self, *line: Any) -> None:
         self.write(json.dumps(line, separators=(",", ":")))
 
-    def on_begin(self, digests: Sequence[int], now_s: float) -> list[Effect]:
-        self._write("begin", now_s, list(digests), STAMP)
-        return self.syncer.on_begin(digests, now_s)
+    def on_begin(self, digests: Sequence[int], now_s: float, run: str = "") -> list[Effect]:
+        self._write("begin", now_s, list(digests), STAMP, *([run] if run else []))
+        return self.syncer.on_begin(digests, now_s, run)
 
     def on_message(self, message: LearnerMessage, now_s: float) -> list[Effect]:
         # A message out of bounds changes nothing in the machine, so readers of the tape need not accept it. The one
@@ -310,8 +311,8 @@ def _apply(
             return []
         case "limits", [_, limits]:
             return syncer.on_limits(_made(*limits))
-        case "begin", [digests, *_]:
-            return syncer.on_begin(digests, now_s)
+        case "begin", [digests, *run]:
+            return syncer.on_begin(digests, now_s, str(run[0]) if run else "")
         case "restart", [held, digests, *_]:
             # The restart loaded only values of that snapshot. Its state is released: the machine is already past it.
             if (moment := back_to(kind, arguments)) is not None and moment in states:

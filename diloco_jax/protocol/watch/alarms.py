@@ -27,6 +27,8 @@ REMEDIES = {
     "expelled": "lower its learning rate or change its hardware, then start it again",
     "striking": "values that are not usable come from NaN or a high learning rate; look at its loss and its log",
     "unmerged": "check its link (`diloco doctor`); a larger protocol.overlap_steps gives it more time",
+    "unanswered": "look at its log, and measure its link (`diloco doctor`); a larger protocol.resend_s gives its "
+    "answers more time, and others wait for as long",
     "slow": "look at its host; fewer samples make its steps shorter: islands.each.NAME.batch_size, or the batch in "
     "your own loop",
     "starved": "a larger data.prefetch, or a faster disk or network for the data",
@@ -51,6 +53,7 @@ PAST = {
     "expelled": "{who} was expelled",
     "striking": "{who} sent values that were not usable",
     "unmerged": "{who} had no share in rounds",
+    "unanswered": "{who} did not answer requests for values",
     "slow": "{who} was slow",
     "starved": "{who} waited for its data",
     "loss": "a loss {of_who} was not as it should be",

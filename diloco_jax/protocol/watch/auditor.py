@@ -45,7 +45,7 @@ class Auditor:
         self._number += 1
         self.exclusions.take(line, effects)
         kind = line[0]
-        dropped = len(line) > 2 and any(isinstance(e, Drop) and e.peer == line[2] for e in effects)
+        dropped = len(line) > 2 and any(isinstance(e, Drop) and e[::2] == (line[2], -1) for e in effects)
         if kind == "Hello" and not dropped:
             self._lives[line[2]] = (line[2], line[3])
         elif kind == "StepReport":

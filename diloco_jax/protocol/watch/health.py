@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 # A learner is slow if its steps take so many times the median.
 SLOW_FACTOR = 2.0
+# So many pulls in a row without an answer are an alarm; fewer may be one lost message or a long pause.
+UNANSWERED_PULLS = 3
 # A learner's step time is an average over about 1 / (1 - protocol.ema_decay) steps. While another one starts on its
 # machine, that average rises. So it is compared only after SETTLES / (1 - protocol.ema_decay) steps.
 SETTLES = 3.0
@@ -69,6 +71,10 @@ def _condition(syncer: Syncer, member: Member, median_s: float | None, now_s: fl
         return "evaluating", syncer.evaluations.asked_s, "evaluates the global model between two of its steps"
     if strikes:
         return "striking", since_s, f"{strikes} of {syncer.config.strikes_max} strikes"
+    owed = syncer.rounds.owing.get(name)
+    if owed is not None and owed.pulls >= UNANSWERED_PULLS:
+        pulls = f"reports steps, but did not answer the last {owed.pulls} requests for a value in time"
+        return "unanswered", since_s, f"{pulls}; it is asked in every {owed.asked_every}th round until it does"
     if member.credit.alarmed:
         rounds = syncer.merged_rounds - member.credit.merged_mark
         return "unmerged", since_s, f"trains, but had no share in the last {rounds} rounds"

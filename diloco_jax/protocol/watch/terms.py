@@ -3,7 +3,16 @@
 `diloco status` is often called in a loop, so this module imports nothing.
 """
 
-CONDITIONS: tuple[str, ...] = ("joining", "recovering", "training", "evaluating", "slow", "unmerged", "striking")
+CONDITIONS: tuple[str, ...] = (
+    "joining",
+    "recovering",
+    "training",
+    "evaluating",
+    "slow",
+    "unmerged",
+    "unanswered",
+    "striking",
+)
 CONDITIONS += ("silent", "gone", "expelled", "left")
 # By condition: the word that people read, where it differs. Files of runs keep the names above.
 SHOWN = {"gone": "disconnected"}

@@ -10,6 +10,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Bytes
@@ -23,6 +25,7 @@ from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateNam
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.exchange.exchange import PlacedValue
 from diloco_jax.training.island_state import IslandState, StagedUpdate
+from diloco_jax.training.whole_state.finite import check_finite
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.training.whole_state.staging import StagedState
 from diloco_jax.transport import commands
@@ -40,6 +43,13 @@ Told = Callable[[str], object]
 SaveResult = Callable[[], str | None]
 
 log = logging.getLogger(__name__)
+
+
+def _finite_leaf(staged: StagedState, name: str) -> Any:
+    """Wait for a leaf of a state that travels; UnusableState if no other island may get it."""
+    array = staged.leaf(name)
+    check_finite(name, array)
+    return array
 
 
 class Host:
@@ -234,7 +244,7 @@ class Host:
     def moving_state(self, name: int, receiver: str) -> MovingState:
         """Return a queued copy in the form that travels to one receiver."""
         if (name, receiver) not in self._moving:
-            self._moving[name, receiver] = MovingState(self.moving, self.states[name].leaf)
+            self._moving[name, receiver] = MovingState(self.moving, partial(_finite_leaf, self.states[name]))
         return self._moving[name, receiver]
 
     def unstage_state(self, name: int) -> None:
@@ -244,8 +254,15 @@ class Host:
         self._moving = {key: moving for key, moving in self._moving.items() if key[0] != name}
 
     def load_state(self, state: Bytes) -> None:
-        """Load another island's state except the parameters; ValueError if its model or optimizer differs."""
-        self.island.load_moments(self.moving.read(state))
+        """Load another island's state except the parameters; ValueError if it cannot be used."""
+        self.island.load_moments(self.received(state))
+
+    def received(self, state: Bytes) -> Callable[[str], Any]:
+        """Return a function from a leaf's name to its array; ValueError if the state is foreign or not finite."""
+        leaf = self.moving.read(state)
+        for name in self.moving.names:
+            check_finite(name, leaf(name))
+        return leaf
 
     def saved(self) -> list[StateName]:
         """Return the names of the states that this process has on disk, newest first; any thread."""
@@ -257,6 +274,9 @@ class Host:
         try:
             self._read, loader = self._saves.read(name)
             self.island.check_shards(self._read)
+            for leaf, found in self._read.items():
+                for piece in found.pieces:
+                    check_finite(leaf, piece)
         except ValueError as error:
             self._read = {}
             return str(error)
@@ -301,6 +321,10 @@ class Host:
         # A state that cannot be saved is reported before the first step.
         bounded(self.loader)
         return state is not None
+
+    def disregard_saved(self) -> None:
+        """Let the next save replace the state that was found, because it is of another run."""
+        self._complete = NO_VERSION
 
     def forget_saved(self) -> None:
         """Free the state that was read from disk."""

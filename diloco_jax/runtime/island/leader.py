@@ -239,7 +239,7 @@ class LeadingHost(Host):
     def load_state(self, state: Bytes) -> None:
         """Do what Host does; the other hosts request their parts of the leaves one at a time."""
         # It is read before any host starts to load, because then no host can refuse it.
-        leaf = self.moving.read(state)
+        leaf = self.received(state)
         # Hosts request several parts of a leaf, one after the other.
         self._loading = lru_cache(1)(leaf)
         others = self._questions.ask(commands.HostLoadState)

@@ -17,6 +17,7 @@ from diloco_jax.runtime.island.adoptions import STATE_PART_BYTES
 from diloco_jax.runtime.island.spare_time import SpareTime
 from diloco_jax.runtime.island.threads import start_thread
 from diloco_jax.training.island_state import StagedUpdate
+from diloco_jax.training.whole_state.finite import UnusableState
 from diloco_jax.training.whole_state.moving import MovingState
 from diloco_jax.training.whole_state.staging import CopyGone
 from diloco_jax.transport.link import Buffer, Link, LinkClosed, Payload
@@ -60,8 +61,12 @@ class PayloadSender:
 
         self._add(URGENT, send)
 
-    def part(self, link: Link, message: StateChunk, moving: MovingState) -> None:
-        """Send one part of a staged state; send nothing if there is no such part."""
+    def part(self, link: Link, message: StateChunk, moving: MovingState, refuse: Callable[[str], None]) -> None:
+        """Send one part of a staged state; send nothing if there is no such part.
+
+        Args:
+            refuse: is called with the reason if the state is not finite, so that no island may get it.
+        """
         parts = moving.count(STATE_PART_BYTES)
         if not 0 <= message.part < parts:
             log.info(f"{message.receiver} asked for part {message.part} of a state of {parts}; not answered")
@@ -72,6 +77,10 @@ class PayloadSender:
                 pieces = moving.part(message.part, STATE_PART_BYTES)
             except CopyGone as error:
                 log.info(f"part {message.part} of a state was not sent to {message.receiver}: {error}")
+                return
+            except UnusableState as error:
+                log.warning(f"{message.receiver} gets no state of this island: {error}")
+                refuse(str(error))
                 return
             size, checksum = sum(piece.nbytes for piece in pieces), codec.digest(pieces)
             link.send(message._replace(parts=parts, digest=checksum, payload_bytes=size), pieces)

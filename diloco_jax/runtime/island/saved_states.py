@@ -26,6 +26,7 @@ from diloco_jax.core.codec import as_bytes
 from diloco_jax.runtime.island.loader_state import LOADER_BYTES_MAX
 from diloco_jax.runtime.island.spare_time import SpareTime
 from diloco_jax.training.data.documents import file_system
+from diloco_jax.training.whole_state.finite import UnusableState, check_finite
 from diloco_jax.training.whole_state.staging import PartialLeaf, Shard, StagedShards, read_shards
 
 CHUNK_BYTES = 1 << 22  # between pauses
@@ -45,6 +46,8 @@ class StateName(NamedTuple):
     local_step: int
     global_step: int
     digests: tuple[int, ...]  # its anchors
+    # Id of its run; "" if an older release saved it.
+    run: str = ""
 
     def to_text(self) -> str:
         return json.dumps(self)
@@ -53,8 +56,9 @@ class StateName(NamedTuple):
     def parse(cls, fields: Any) -> StateName:
         """Return the name from its JSON fields; ValueError if they are not those of a name."""
         try:
-            incarnation, local_step, global_step, digests = fields
-            return cls(int(incarnation), int(local_step), int(global_step), tuple(map(int, digests)))
+            incarnation, local_step, global_step, digests, *run = fields
+            counters = int(incarnation), int(local_step), int(global_step)
+            return cls(*counters, tuple(map(int, digests)), *map(str, run[:1]))
         except TypeError as error:
             raise ValueError(f"{str(fields)[:80]} is not the name of a state") from error
 
@@ -220,6 +224,13 @@ class SavedStates:
             self._closing.wait(spare.rest_s(time.thread_time() - worked_s))
             worked_s = time.thread_time()
 
+        try:
+            for shard, copy in zip(staged.shards, staged.copies, strict=True):
+                check_finite(shard.name, np.asarray(copy), rest)
+        except UnusableState as error:
+            # The saves before it are kept, because a process that loads this one would be excluded from every merge.
+            log.warning(f"the state of global step {name.global_step} was not saved: {error}; training continues")
+            return str(error)
         for place in self._places:
             try:
                 place.prune([keep])

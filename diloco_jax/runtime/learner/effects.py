@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from diloco_jax.core import codec
@@ -17,6 +18,7 @@ from diloco_jax.protocol import effects
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
 from diloco_jax.protocol.messages import (
+    OTHER_RUN,
     AnchorValue,
     CutFragment,
     FragmentValue,
@@ -29,6 +31,7 @@ from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.learner.tape import LearnerTape
+from diloco_jax.runtime.records.signals import RefusedForGood
 from diloco_jax.transport.endpoints.dialler import Dialler
 from diloco_jax.transport.link import Link, LinkClosed, Rejected, TransportError, is_bulk
 
@@ -142,11 +145,15 @@ class Decisions:
         elif isinstance(message, AnchorValue):
             self.payloads.anchor(link, message, self.host.take_anchor(message))
         elif isinstance(message, StateChunk):
-            self.payloads.part(link, message, self.host.moving_state(message.local_step, message.receiver))
+            receiver, moving = message.receiver, self.host.moving_state(message.local_step, message.receiver)
+            self.payloads.part(link, message, moving, partial(self._refuse_state, receiver))
         else:
             # The link thread notices it too, and reconnects.
             with contextlib.suppress(LinkClosed):
                 link.send(message)  # type: ignore[arg-type]
+
+    def _refuse_state(self, receiver: str, reason: str) -> None:
+        self.apply(lambda machine, now_s: machine.on_state_unusable(receiver, reason))
 
     def _execute(self, requests: Sequence[effects.Effect], arrived: Mail | None = None) -> None:
         """Execute effects in their order; `arrived` is the message that caused them, if there is one."""
@@ -190,7 +197,7 @@ class Decisions:
     def _save(self, global_step: int) -> None:
         """Start to write a copy of the present state to disk, unless the previous one is still being written."""
         machine = self.machine
-        name = StateName(machine.incarnation, machine.local_step, global_step, tuple(machine.digests))
+        name = StateName(machine.incarnation, machine.local_step, global_step, tuple(machine.digests), machine.run)
         if self.host.save(name):
             self.tape.note("saved", machine.local_step, global_step)
         else:
@@ -285,8 +292,8 @@ class LinkKeeper(NamedTuple):
 
     def connect(self) -> None:
         """Open the link, and send the machine's hello; TransportError if the syncer or a host cannot be reached."""
-        epoch = self.decisions.machine.epoch
-        link = self.dialler.connect(epoch)
+        epoch, run = self.decisions.machine.epoch, self.decisions.machine.run
+        link = self.dialler.connect(epoch, run=run)
         try:
             self.decisions.host.connect(epoch, link.number)
         except TransportError:
@@ -350,7 +357,10 @@ class LinkKeeper(NamedTuple):
                 log.info(f"connection lost ({reason}); reconnecting, steps need no connection")
             try:
                 return self.connect()
-            except Rejected:
+            except Rejected as error:
+                if OTHER_RUN in str(error):
+                    # Only a new process may join the syncer's run.
+                    raise RefusedForGood(str(error)) from None
                 raise
             # A ValueError comes from a certificate that has expired; it may be renewed.
             except (TransportError, ValueError) as error:

@@ -21,6 +21,7 @@ from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import (
     FULL,
+    OTHER_RUN,
     OWN_MACHINE,
     OWN_PROCESS,
     OWN_TIME,
@@ -38,7 +39,7 @@ from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
-from diloco_jax.runtime.island.saved_states import SavedStates, StateName
+from diloco_jax.runtime.island.saved_states import SavedStates
 from diloco_jax.runtime.island.threads import start_thread
 from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, LearnerInbox, LinkKeeper, Signals
 from diloco_jax.runtime.learner.metrics import IslandMetrics
@@ -159,7 +160,7 @@ class Joined:
             run.config.protocol,
             run.fingerprint(size.corpus, size.base),
             step_samples=size.samples,
-            saved=None if saved is None else Saved(saved.global_step, saved.digests),
+            saved=None if saved is None else Saved(saved.global_step, saved.digests, saved.run),
             adopt_mode=run.config.adopt.mode,
             payload_bytes=dict(enumerate(run.payload_bytes(wire.up))),
             evaluates=host.evaluates,
@@ -203,7 +204,9 @@ class Joined:
         start_thread(self._link.run, "link", daemon=True)
         start_thread(self._link.beat, "heartbeat", daemon=True)
         log.info(f"{self.machine.learner_id}: waiting for the run's model and for the compiler")
-        return self.ready()
+        going = self.ready()
+        self._disregard_other_run()
+        return going
 
     def _compile(self) -> None:
         began_s = time.monotonic()
@@ -266,7 +269,7 @@ class Joined:
         Raises:
             ValueError: the loader refuses its state, or has none that can be saved.
         """
-        saved, moments = self._saved_in_run(), self.moments
+        saved, moments = self._saved, self.moments
         if self._host.resume_loader(saved) and saved is not None:
             self._tape.note("loader", saved.incarnation, saved.local_step)
             log.info(
@@ -276,19 +279,26 @@ class Joined:
         else:
             log.info(f"the loader starts at its beginning: this island has no saved state of it; moments: {moments}")
 
-    def _saved_in_run(self) -> StateName | None:
-        """Return this island's newest save; None if it is of another run in the same folder.
+    def _disregard_other_run(self) -> None:
+        """Forget this island's newest save if it is of another run in the same folder; its moments are not loaded.
 
-        The clock of a run goes back only in a later life of its syncer.
+        Saves of older releases have no id. The clock of a run goes back only in a later life of its syncer.
         """
-        saved, run = self._saved, (self.machine.global_step, self.machine.epoch)
-        if saved is None or saved.global_step <= run[0] or run[1] > FIRST_EPOCH:
-            return saved
-        log.warning(
-            f"the saved states in {self._states} are of another run: they are of global step {saved.global_step}, and "
-            f"this run is at {run[0]}. The loader starts at its beginning; give each run its own run_dir"
-        )
-        return None
+        saved, machine = self._saved, self.machine
+        if saved is None or self.finished:
+            return
+        if saved.run and machine.run:
+            other, which = saved.run != machine.run, f"have its id {saved.run}, and this run has the id {machine.run}"
+            left = "Neither moments nor the position of a loader are taken from them"
+        else:
+            other = saved.global_step > machine.global_step and machine.epoch <= FIRST_EPOCH
+            which = f"are of global step {saved.global_step}, and this run is at {machine.global_step}"
+            left = "The loader starts at its beginning"
+        if other:
+            self._saved = None
+            self._host.disregard_saved()
+            what = f"the saved states in {self._states} are of another run: they {which}"
+            log.warning(f"{what}. {left}; give each run its own run_dir")
 
     def take_batch(self) -> Batch:
         """Return the samples of the next step, at most one step ahead."""
@@ -359,7 +369,9 @@ class Joined:
     def check_end(self) -> None:
         """Raise RefusedForGood if the syncer refuses this learner for good, ConnectionError if not for good."""
         kind, _, reason = self.finished.partition(": ")
-        if kind == "refused" and not self.machine.epoch and is_final(reason):
+        # A learner that has trained may join this run as a new process, unless it belongs to another run.
+        for_good = is_final(reason) and (not self.machine.epoch or OTHER_RUN in reason)
+        if kind == "refused" and for_good:
             raise RefusedForGood(f"the syncer at {self._address} refused this learner: {reason}")
         if kind in ("refused", "expelled"):
             raise ConnectionAbortedError(f"the syncer at {self._address} {kind} this incarnation: {reason}")

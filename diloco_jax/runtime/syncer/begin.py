@@ -8,6 +8,7 @@ rewind    There is a tape, and no learner is alive: the newest readable snapshot
 
 import json
 import logging
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from diloco_jax.runtime.syncer.snapshots import Snapshot, TapeExtent, read_snaps
 FRESH, FAILOVER, REWIND = "fresh", "failover", "rewind"
 # The refused snapshots that an error names, and the characters of each reason.
 NAMED_MAX, REASON_MAX = 4, 160
+RUN_ID_BYTES = 8
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,9 @@ def begin(context: SyncerContext, initial: Callable[[], Parameters], mode: str, 
         ValueError: the tape or the snapshots do not allow it; the message has the remedy.
     """
     if mode == FRESH:
-        return context.taped.on_begin(context.model.digests, now_s)
+        run = secrets.token_hex(RUN_ID_BYTES)
+        log.info(f"the run starts; its id is {run}")
+        return context.taped.on_begin(context.model.digests, now_s, run)
     if context.config.model.initial:
         _check_weights(context)
     folder, tape = context.run_dir / CHECKPOINTS, TapeExtent(context.run_dir / TAPE_FILE, context.tape.position)

@@ -112,6 +112,10 @@ class Merges:
         """Keep a learner's value until its round is merged or discarded."""
         self._values.setdefault(message.global_step, {})[message.learner_id] = value
 
+    def drop(self, global_step: int, learner_id: str) -> None:
+        """Free one value of a round."""
+        self._values.get(global_step, {}).pop(learner_id, None)
+
     def discard(self, global_step: int) -> None:
         self._values.pop(global_step, None)
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
-from wsgiref.simple_server import WSGIServer
 
 import prometheus_client as prometheus
 from prometheus_client.metrics_core import Metric
@@ -34,9 +33,10 @@ from diloco_jax.runtime.syncer.context import SyncerContext
 from diloco_jax.runtime.syncer.host_alarms import expiries, newest_snapshot
 from diloco_jax.runtime.syncer.listening import patiently
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
-from diloco_jax.transport.link import split_address
-from diloco_jax.transport.session.calls import cannot_listen
+from diloco_jax.transport.endpoints.web import LimitedHandler, WebServer
 
+# Connections of scrapers at the same time.
+SCRAPERS_MAX = 16
 # Number of islands that have separate metrics.
 ISLANDS_MAX = 256
 STATES = ("starting", "running", EVALUATING, "complete", "stopped")
@@ -226,7 +226,7 @@ class Exposition(Collector):
         self._phases = [phases.labels(phase) for phase in PHASES]
         self._broadcast = prometheus.Histogram(*BROADCAST, buckets=BUCKETS, registry=registry)
         registry.register(self)
-        self._server: WSGIServer | None = None
+        self._server: WebServer | None = None
         self.url = ""
 
     def open(self, patience_s: float, stop: threading.Event) -> None:
@@ -237,15 +237,14 @@ class Exposition(Collector):
         """
         if address := self._context.config.syncer.metrics:
             self._server = patiently(lambda: self._listen(address), patience_s, stop)
+            threading.Thread(target=self._server.serve_forever, name="diloco-metrics", daemon=True).start()
             self.url = f"http://{address.rpartition(':')[0]}:{self._server.server_port}/metrics"
             log.info(f"metrics at {self.url}")
 
-    def _listen(self, address: str) -> WSGIServer:
-        host, port = split_address(address)
-        try:
-            return prometheus.start_http_server(port, host, self._registry)[0]
-        except OSError as error:
-            raise cannot_listen(address, error.strerror, "syncer.metrics") from None
+    def _listen(self, address: str) -> WebServer:
+        answers = prometheus.MetricsHandler.factory(self._registry)
+        handler: type[LimitedHandler] = type("Scrape", (LimitedHandler, answers), {})
+        return WebServer(address, handler, setting="syncer.metrics", places=SCRAPERS_MAX)
 
     def close(self) -> None:
         """Stop the server."""

@@ -13,7 +13,6 @@ from diloco_jax.runtime.records.files import CHECKPOINTS
 from diloco_jax.runtime.syncer.context import SyncerContext
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.transport.link import TransportConfig
-from diloco_jax.transport.trust.certificates import parse_certificates
 
 # Files are examined so often, values in memory every time.
 LOOK_EVERY_S = 2.0
@@ -31,6 +30,11 @@ DAY = 86_400.0
 
 def expiries(transport: TransportConfig) -> dict[str, float]:
     """Return when the certificates in the syncer's files expire, in seconds since 1970."""
+    if not transport.encrypted:
+        return {}
+    # Plaintext does not need the package that this module needs.
+    from diloco_jax.transport.trust.certificates import parse_certificates
+
     found = {}
     for name, path in (("authority", transport.tls_ca), ("syncer", transport.tls_certificate)):
         # Handshakes report a file that cannot be read.

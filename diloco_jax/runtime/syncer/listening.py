@@ -40,6 +40,8 @@ class Life(NamedTuple):
     description: Description
     # The number of each island that asks for it, by name.
     number_of: Callable[[str], int] = lambda _: 0
+    # Id of the run; "" if an older release started it.
+    run: str = ""
 
 
 def files_allowed() -> int:
@@ -67,9 +69,8 @@ def open_listener(config: RunConfig, run_dir: Path, life: Life) -> GrpcListener:
     if known and file.exists() and split_address(transport.address)[1] == 0:
         transport = replace(transport, address=file.read_text(encoding="utf-8"))
     patience_s = LISTEN_PATIENCE_S if known else 0.0
-    made = partial(
-        listen, transport, run_id=config.name, epoch=life.epoch, subscribers_max=config.syncer.subscribers_max
-    )
+    most = config.syncer.subscribers_max
+    made = partial(listen, transport, run_id=config.name, epoch=life.epoch, subscribers_max=most, run=life.run)
     listener = patiently(made, patience_s, life.stop)
     # An unchanged file is not written again, since the disk may be full.
     if not file.exists() or file.read_text(encoding="utf-8") != listener.address:

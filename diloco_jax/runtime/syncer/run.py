@@ -200,7 +200,7 @@ class SyncerDriver:
                 # The machine then asks another holder.
                 message = message._replace(version=messages.NO_VERSION)
         requests = self._taped.on_message(message, now_s)
-        dropped = any(isinstance(e, effects.Drop) and e.peer == delivery.peer for e in requests)
+        dropped = any(isinstance(e, effects.Drop) and e[::2] == (delivery.peer, -1) for e in requests)
         if isinstance(message, messages.FragmentValue) and not dropped:
             self.merges.keep(message, delivery.payload)
             self.watch.on_value(message, now_s)
@@ -265,7 +265,9 @@ class SyncerDriver:
                     self.watch.on_note(effect)
                 case effects.Drop(peer, reason) if effects.Send(peer, messages.Refuse(reason)) in requests:
                     REFUSALS.tell(peer, reason)
-                case effects.Drop(peer, reason):
+                case effects.Drop(peer, reason, global_step):
+                    if global_step >= 0:
+                        self.merges.drop(global_step, peer)
                     log.info(f"dropped a message of {peer}: {reason}")
                 case effects.Finish():
                     self._finished = True
@@ -390,7 +392,7 @@ class SyncerRun:
             lingers = mode == FAILOVER and machine.over
             numbers = IslandNumbers(run_dir / ISLANDS_FILE, config.islands.names)
             description = self._description._replace(began_unix_s=clock.began_unix_s)
-            life = Life(mode, machine.epoch, stop, self._fingerprint, description, numbers.number_of)
+            life = Life(mode, machine.epoch, stop, self._fingerprint, description, numbers.number_of, machine.run)
             self._free_port()
             listener = open_listener(config, run_dir, life)
             watch.listens(listener)

@@ -19,6 +19,7 @@ from diloco_jax.sim.invariants.progress import EverybodyTrains, RoundsAdvance, V
 from diloco_jax.sim.invariants.recovery import RecoveryIsWhole
 from diloco_jax.sim.invariants.rounds import (
     MergedOnce,
+    OwedAreAskedLess,
     QuarantineHolds,
     QuorumHolds,
     RoundsBounded,
@@ -32,6 +33,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     MergedOnce,
     SharesAreTold,
     QuorumHolds,
+    OwedAreAskedLess,
     QuarantineHolds,
     ExclusionsHold,
     RoundsBounded,

@@ -54,7 +54,8 @@ class BudgetHolds(Checker):
         if self.hostile:
             # It reports its own token count; hostile.py bounds how much of it counts.
             return
-        machine, dropped = self.cluster.syncer, {effect.peer for effect in effects if isinstance(effect, Drop)}
+        machine = self.cluster.syncer
+        dropped = {effect.peer for effect in effects if isinstance(effect, Drop) and effect.global_step < 0}
         if isinstance(given, FragmentValue) and given.learner_id not in dropped:
             self._values.setdefault(given.global_step, {})[given.learner_id, given.incarnation] = given.tokens
         if isinstance(given, Hello) and given.learner_id not in dropped:

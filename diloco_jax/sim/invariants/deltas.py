@@ -99,7 +99,7 @@ class WholeWhereNeeded(Checker):
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         # The syncer drops reports of hostile learners.
-        dropped = any(isinstance(effect, Drop) for effect in effects)
+        dropped = any(isinstance(effect, Drop) and effect.global_step < 0 for effect in effects)
         if isinstance(given, StepReport) and not dropped:
             newest = self._reported.setdefault(given.learner_id, given)
             if (given.incarnation, given.local_step) > (newest.incarnation, newest.local_step):

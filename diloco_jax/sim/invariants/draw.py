@@ -31,6 +31,8 @@ WEIGHTS = {
 KINDS = tuple(WEIGHTS)
 # Share of seeds with a learner that is hostile for a while.
 HOSTILE_SHARE = 0.15
+# Share of seeds with a learner whose answers to pulls are lost or late for a while.
+OWED_SHARE = 0.2
 # Share of seeds whose fragments have different periods, or whose periods change during the run.
 PERIODS_SHARE = 0.3
 # Share of seeds whose learners may wait for fragments.
@@ -88,6 +90,12 @@ def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
     share = random.choice((0.0, random.uniform(0.1, 0.9)))
     drawn = replace(drawn, tokens=int(share * drawn.total_steps * drawn.budget.step_tokens))
     # A separate generator leaves the draws of other seeds as they were.
+    own = Random(f"owed of {seed}")
+    if own.random() < OWED_SHARE:
+        at_s, late_s = own.uniform(0.0, 0.7 * until_s), own.choice((0.5, 2.0, 8.0))
+        duration_s = own.uniform(0.3, 1.0) * (until_s - at_s)
+        fault = Fault(at_s, own.choice(("mute", "late")), (own.choice(stayers),), duration_s, late_s)
+        drawn = replace(drawn, faults=tuple(sorted((*drawn.faults, fault))))
     own = Random(f"hostile of {seed}")
     others = [name for name in stayers[1:] if name not in leaving]
     if not others or not (own.random() < HOSTILE_SHARE or hostile):

@@ -1,6 +1,7 @@
 """The checker of what a hostile learner can do to others: nothing."""
 
-from diloco_jax.protocol.claims import OVERTAKES_MAX
+from math import sqrt
+
 from diloco_jax.protocol.effects import Merge, Note, Send
 from diloco_jax.protocol.messages import LearnerMessage
 from diloco_jax.sim.cluster import Cluster
@@ -20,7 +21,8 @@ class HostileIsHarmless(Checker):
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         most = max(node.step_samples for node in cluster.nodes.values())
-        self._step_tokens_max = self.config.tokens_per_step_factor_max * most * cluster.scenario.sample_tokens
+        # A weight is tokens^2 / steps, and the limit is one of weights.
+        self._step_tokens_max = sqrt(self.config.tokens_per_step_factor_max) * most * cluster.scenario.sample_tokens
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         if not self.hostile:
@@ -46,7 +48,7 @@ class HostileIsHarmless(Checker):
         honest = [each for each in merge.contributions if each.learner_id not in self.hostile]
         for part in merge.contributions:
             member = self.cluster.syncer.membership.members[part.learner_id]
-            steps = member.local_step + OVERTAKES_MAX
+            steps = member.local_step
             this = self.cluster.syncer.rounds.flying.get(merge.global_step)
             current = this is not None and part.learner_id not in this.former
             self.check(not current or part.steps <= steps, f"{part} of a learner that has made {steps} steps at most")

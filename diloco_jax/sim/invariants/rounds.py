@@ -90,6 +90,8 @@ class MergedOnce(Checker):
         for effect in effects:
             if isinstance(effect, Merge):
                 self._merge(effect)
+            elif isinstance(effect, Drop) and effect.global_step >= 0:
+                self._payloads[effect.global_step].pop(effect.peer, None)
             elif isinstance(effect, Discard):
                 self._payloads.pop(effect.global_step, None)
 
@@ -260,6 +262,53 @@ class RoundsBounded(Checker):
             self.check(not self._flying, f"rounds never ended: {self._flying}")
 
 
+class OwedAreAskedLess(Checker):
+    """After n pulls in a row without an answer, a learner is asked again 2^(n-1) rounds later, at most 64.
+
+    It is asked sooner if the others do not meet the quorum.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        # Learner -> rounds in a row that ended without its answer; and learner -> rounds that wait for its answer.
+        self._missed: dict[str, list[int]] = defaultdict(list)
+        self._waiting: dict[str, set[int]] = defaultdict(set)
+
+    def on_syncer_died(self, machine: Syncer, now_s: float) -> None:
+        self._missed.clear()
+        self._waiting.clear()
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(given, FragmentValue) and given.global_step in self._waiting[given.learner_id]:
+            # A wrong value is an answer too.
+            self._missed.pop(given.learner_id, None)
+            self._waiting[given.learner_id].discard(given.global_step)
+        for effect in effects:
+            if isinstance(effect, Note) and effect.kind in ("left", "silent", "joined"):
+                # Nobody waits for this learner any more, and a new incarnation owes nothing.
+                self._waiting.pop(effect.members[0], None)
+                if effect.kind == "joined":
+                    self._missed.pop(effect.members[0], None)
+            elif isinstance(effect, Note) and effect.kind == "closed" and effect.fragment_id >= 0:
+                self._close(effect)
+            elif isinstance(effect, Merge | Discard):
+                for name, rounds in self._waiting.items():
+                    if effect.global_step in rounds:
+                        rounds.remove(effect.global_step)
+                        self._missed[name].append(effect.global_step)
+
+    def _close(self, note: Note) -> None:
+        live = {member.learner_id for member in self.cluster.syncer.membership.live_members()}
+        for name in note.members:
+            missed = self._missed.get(name, ())
+            others = len(live - {other for other, rounds in self._missed.items() if rounds})
+            # The values of a hostile learner may wait for reports that never come.
+            if missed and others >= self.config.quorum and not self.hostile:
+                due = max(missed) + min(2 ** (len(missed) - 1), 64)
+                self.check(note.global_step >= due, f"{name} owes {missed}, but {note} asks it before round {due}")
+            self._waiting[name].add(note.global_step)
+
+
 class QuarantineHolds(Checker):
     """A value that could not be used never counts; strikes_max of them in a row end its incarnation for good."""
 
@@ -323,7 +372,7 @@ class QuarantineHolds(Checker):
 
 
 def _dropped(message: LearnerMessage, effects: Effects) -> bool:
-    return any(isinstance(effect, Drop) and effect.peer == message.learner_id for effect in effects)
+    return any(isinstance(effect, Drop) and effect[::2] == (message.learner_id, -1) for effect in effects)
 
 
 def _rejects(effect: Effect) -> bool:

@@ -22,7 +22,6 @@ from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.settings.text import load
 from diloco_jax.tools.chaos.relay import Direction, Relay
 from diloco_jax.tools.chaos.schedule import ChaosFault
-from diloco_jax.transport.trust import certificates
 
 BALLAST, BALLAST_BYTES_MAX = "ballast", 1 << 30
 # The free space that low-disk leaves.
@@ -62,6 +61,8 @@ def age_certificate(run_dir: Path) -> Undo | None:
     folder = Path(named).parent
     if not named or not (folder / "ca.key").exists():
         return None
+    # Plaintext does not need the package that this module needs.
+    from diloco_jax.transport.trust import certificates
 
     def renew(days: int) -> None:
         now = datetime.datetime.now(datetime.UTC).replace(microsecond=0)

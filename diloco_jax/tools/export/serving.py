@@ -7,17 +7,18 @@ No password is asked. So the address is loopback unless a person allows more.
 """
 
 import contextlib
+import ipaddress
 import json
 import os
 import shutil
+import socket
 import threading
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from diloco_jax.tools.export.kept import NEWEST, PREFIX, VERSION_FILE
-from diloco_jax.transport.endpoints.web import IDLE_S, WebServer
+from diloco_jax.transport.endpoints.web import LimitedHandler, WebServer
 from diloco_jax.transport.link import split_address
 from diloco_jax.transport.trust.security import is_loopback
 
@@ -47,6 +48,19 @@ class ModelServer(WebServer):
         self.out = out.resolve()
         super().__init__(address, _Request, setting="--serve", places=CALLERS_MAX)
         self.url = f"http://{self.at}/"
+        own = split_address(address)[0].lower(), socket.gethostname().lower(), socket.getfqdn().lower()
+        self._names = {"", "localhost", *own}
+
+    def serves(self, host: str) -> bool:
+        """Return whether a request's Host header names this server, "" if the caller sent none.
+
+        A name that someone else may point at this address is not accepted. Addresses are, because nobody can.
+        """
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return name in self._names or is_address(name)
 
     def __enter__(self) -> "ModelServer":
         threading.Thread(target=self.serve_forever, name="diloco-serve-model", daemon=True).start()
@@ -57,15 +71,29 @@ class ModelServer(WebServer):
         self.server_close()
 
 
-class _Request(BaseHTTPRequestHandler):
+def is_address(name: str) -> bool:
+    """Return whether a host is written as an address, and not as a name."""
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+class _Request(LimitedHandler):
     """One request."""
 
     server: ModelServer
     server_version, sys_version = "diloco", ""
-    timeout = IDLE_S
 
     def do_GET(self) -> None:
         """Answer with the description of the newest model, or with a file."""
+        if not self.server.serves(self.headers.get("Host", "")):
+            # A page of another site may resolve its own name to this address.
+            self._answer(
+                421, b"this server has another name; use the address that `diloco follow` printed\n", "text/plain"
+            )
+            return
         try:
             asked = unquote(urlsplit(self.path).path).strip("/")
             if not asked:

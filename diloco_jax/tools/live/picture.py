@@ -88,7 +88,7 @@ BAR = 16
 STYLES = {
     "cyan": ("joining", "recovering", "starting"),
     "green": ("training", "evaluating", "running", "complete", FINISHED),
-    "yellow": ("slow", "unmerged", "striking", SILENT, "stopped"),
+    "yellow": ("slow", "unmerged", "unanswered", "striking", SILENT, "stopped"),
     "dim": ("left",),
     "red": ("gone", "expelled"),
 }

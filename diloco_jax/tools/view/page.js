@@ -93,7 +93,7 @@ function listen() {
 // ---- head
 const STATES = {running: 'is-good', complete: 'is-good', evaluating: 'is-good', starting: 'is-new', stopped: 'is-warn'};
 const CONDITIONS = {training: 'is-good', evaluating: 'is-good', joining: 'is-new', recovering: 'is-new', slow: 'is-warn',
-  unmerged: 'is-warn', striking: 'is-warn', silent: 'is-warn', gone: 'is-bad', expelled: 'is-bad', left: 'is-dim'};
+  unmerged: 'is-warn', unanswered: 'is-warn', striking: 'is-warn', silent: 'is-warn', gone: 'is-bad', expelled: 'is-bad', left: 'is-dim'};
 // Words of people for conditions, where they differ from those of the files (protocol/watch/health.py).
 const SHOWN = {gone: 'disconnected'};
 const live = run => !still && ['running', 'starting', 'evaluating'].includes(run.status.state);

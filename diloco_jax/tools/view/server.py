@@ -11,7 +11,6 @@ import re
 import secrets
 import ssl
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -22,7 +21,7 @@ from diloco_jax.runtime.records.status import syncer_at
 from diloco_jax.tools.view.board import Board
 from diloco_jax.tools.view.feed import RunFeed
 from diloco_jax.tools.view.page import compose_page
-from diloco_jax.transport.endpoints.web import IDLE_S, WebServer
+from diloco_jax.transport.endpoints.web import LimitedHandler, WebServer
 from diloco_jax.transport.link import TransportConfig, split_address
 from diloco_jax.transport.session.calls import ask_drain
 from diloco_jax.transport.trust.security import is_loopback
@@ -99,12 +98,11 @@ class PageServer(WebServer):
         self.board.close()
 
 
-class PageHandler(BaseHTTPRequestHandler):
+class PageHandler(LimitedHandler):
     """One request to the page."""
 
     server: PageServer
     server_version, sys_version = "diloco", ""
-    timeout = IDLE_S
 
     def do_GET(self) -> None:
         """Answer with the page, a stream of events, the whole state, or the end of a log."""
@@ -128,7 +126,8 @@ class PageHandler(BaseHTTPRequestHandler):
                 size = min(BODY_MAX, max(0, int(self.headers.get("Content-Length", "0"))))
                 asked = json.loads(self.rfile.read(size))
                 feed, learner = self.server.feeds[str(asked["run"])], str(asked["learner"])
-            except (ValueError, LookupError, TypeError):
+            # A body of many brackets exceeds the depth of the parser.
+            except (ValueError, LookupError, TypeError, RecursionError):
                 self._answer(400, b'send {"run": NUMBER, "learner": NAME}\n')
                 return
             try:

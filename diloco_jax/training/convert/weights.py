@@ -24,6 +24,7 @@ from diloco_jax.training.convert.mxfp4 import BLOCKS, MXFP4, SCALES, shape_of, u
 from diloco_jax.training.convert.table import FAMILIES, MERGED, OUTSIDE
 from diloco_jax.training.convert.tensors import Mapped, tensors, unread
 from diloco_jax.training.models.config import SEEING_DECODER, ModelConfig
+from diloco_jax.training.regular import check_regular
 
 CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -278,6 +279,7 @@ def _name_of(own: str) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        check_regular(path)
         if path.stat().st_size > JSON_BYTES_MAX:
             raise ValueError(f"more than {JSON_BYTES_MAX} bytes")
         found = json.loads(path.read_bytes())
@@ -294,8 +296,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _opened(path: Path) -> Any:
     try:
+        check_regular(path)
         return safe_open(path, "numpy")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged, or not a safetensors file ({error}); copy it again") from error
 
 

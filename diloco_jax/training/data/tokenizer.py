@@ -12,6 +12,8 @@ import tokenizers
 import xxhash
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from diloco_jax.training.regular import check_regular
+
 BYTES = "bytes"
 TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 # The files are written in this order, so that the last one marks a complete tokenizer.
@@ -118,6 +120,7 @@ def open_tokenizer(name: str | Path) -> Tokenizer:
     folder = Path(name)
     path = folder / TOKENIZER_FILE
     try:
+        check_regular(path)
         made = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
@@ -143,6 +146,8 @@ def open_tokenizer(name: str | Path) -> Tokenizer:
 def _end(made: Any, settings: Path) -> int | None:
     """Return the id of the token that ends a document; None if the tokenizer has none."""
     try:
+        if settings.exists():
+            check_regular(settings)
         said = json.loads(settings.read_bytes()).get("eos_token") if settings.exists() else None
         names = [said["content"] if isinstance(said, dict) else said] if said else ENDS
         found = next((number for name in names if (number := made.token_to_id(name)) is not None), None)

@@ -64,6 +64,11 @@ class MovingLayout:
         found = self.bytes.decode(buffer)
         return lambda name: self._unpack(name, found[self._leaves[name][0]])
 
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the leaves that travel."""
+        return list(self._leaves)
+
     def rounded(self, state: Mapping[str, Array]) -> dict[str, Array]:
         """Return a state rounded as if it had travelled; parameters stay exact."""
         return {key: self._unpack(key, self.pack(key, v)) if key in self._leaves else v for key, v in state.items()}

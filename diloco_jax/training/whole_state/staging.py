@@ -107,6 +107,11 @@ class PartialLeaf:
         """Add a piece, which must not overlap another one."""
         self._pieces.append((spans, piece))
 
+    @property
+    def pieces(self) -> Sequence[Shaped[np.ndarray, "..."]]:
+        """Return the pieces that are there."""
+        return [piece for _, piece in self._pieces]
+
     def holds(self, index: Index) -> bool:
         """Return whether the pieces cover this part of the leaf."""
         wanted = spans_of(index, self.shape)

@@ -35,7 +35,7 @@ class Dialler:
         partials = Partials(config.payload_bytes_max, config.resume_s)
         self._dial = partial(connect, config, partials=partials, **names)  # type: ignore[arg-type]
 
-    def connect(self, epoch: int, number: int = 0) -> GrpcLink:
+    def connect(self, epoch: int, number: int = 0, run: str = "") -> GrpcLink:
         """Open a link of a learner, or of one host of an island of several, by `grpc_link.connect`.
 
         A host that is not the leader sends values with its own bytes, and receives its blocks of every version. Its
@@ -45,8 +45,9 @@ class Dialler:
         Args:
             epoch: Newest epoch of the syncer that we know; the leader's, for a host that is not the leader.
             number: Number of the leader's link, for a host that is not the leader.
+            run: Id of the run that the learner has joined; "" if it has joined none.
         """
-        link = self._dial(epoch=epoch, number=number)
+        link = self._dial(epoch=epoch, number=number, run=run)
         if self._blocks[1]:
             link.send(*self._blocks)
         return link

@@ -28,8 +28,12 @@ PIECE_BYTES = 1 << 16
 LOOK_BYTES_MAX = 5 + (1 << 14)
 # A connection that one side ended has this long to end.
 LINGER_S = 5.0
-# The wait between two looks at a message that is not complete, and after a failure to accept.
-PAUSE_S, REFUSED_S = 0.02, 0.2
+# The wait between two looks at a message that is not complete doubles from the first number to the second.
+PAUSE_S, PAUSE_MAX_S = 0.02, 1.28
+# The wait after a failure to accept.
+REFUSED_S = 0.2
+# Connections of one host that have not shown yet what they are for. A further one ends the oldest of them.
+UNSORTED_MAX = 64
 CLOSE_S = 5.0
 # A connection that gRPC ends within this time, before any call, could not agree with it on TLS and HTTP/2.
 DISAGREES_S = 5.0
@@ -70,6 +74,8 @@ class Front:
         # Threads that serve bulk connections.
         self._serving: set[threading.Thread] = set()
         self._tasks: set[asyncio.Task[bool]] = set()
+        # Those whose connections have not shown yet what they are for, by host, oldest first.
+        self._unsorted: dict[str, dict[asyncio.Task[bool], None]] = {}
         try:
             self._listeners = bind_all(config.address)
         except OSError as error:
@@ -108,7 +114,7 @@ class Front:
             # The loop's own accept would lose a connection that comes while it is cancelled.
             await self._readable(listener)
             try:
-                stream, _ = listener.accept()
+                stream, (host, *_) = listener.accept()
                 stream.setblocking(False)
             except BlockingIOError:
                 continue
@@ -123,21 +129,37 @@ class Front:
             if len(self._tasks) + len(self._serving) >= 2 * self._connections_max:
                 stream.close()
                 continue
-            task = asyncio.create_task(self._sort(stream))
+            task = asyncio.create_task(self._sort(stream, host))
             self._tasks.add(task)
-            task.add_done_callback(partial(self._sorted, stream))
+            task.add_done_callback(partial(self._sorted, stream, host))
+            unsorted = self._unsorted.setdefault(host, {})
+            unsorted[task] = None
+            if len(unsorted) > UNSORTED_MAX:
+                oldest = next(iter(unsorted))
+                self._forget(oldest, host)
+                oldest.cancel()
 
-    def _sorted(self, stream: socket.socket, task: asyncio.Task[bool]) -> None:
+    def _forget(self, task: asyncio.Task[bool] | None, host: str) -> None:
+        """Count a connection no longer as one that has not shown what it is for."""
+        unsorted = self._unsorted.get(host, {})
+        if task is not None:
+            unsorted.pop(task, None)
+        if not unsorted:
+            self._unsorted.pop(host, None)
+
+    def _sorted(self, stream: socket.socket, host: str, task: asyncio.Task[bool]) -> None:
         """Close a connection, unless a thread has it now."""
         self._tasks.discard(task)
+        self._forget(task, host)
         if task.cancelled() or task.exception() is not None or not task.result():
             stream.close()
 
-    async def _sort(self, stream: socket.socket) -> bool:
+    async def _sort(self, stream: socket.socket, host: str) -> bool:
         """Find out what a connection is for, and serve it; return whether a thread has it now."""
         with contextlib.suppress(OSError):
             async with asyncio.timeout(calls.GREETING_S):
                 bulk = await self._is_bulk(stream)
+            self._forget(asyncio.current_task(), host)
             if bulk:
                 return self._hand_over(stream)
             # A caller that only connects, to find out whether the port is open, has not been refused.
@@ -161,13 +183,16 @@ class Front:
 
     async def _is_bulk(self, stream: socket.socket) -> bool:
         """Look at the first bytes until they show what the connection is for."""
+        pause_s = PAUSE_S
         while True:
             await self._readable(stream)
             seen = stream.recv(LOOK_BYTES_MAX, socket.MSG_PEEK)
             verdict = is_bulk(seen, encrypted=self._encrypted)
             if verdict is not None:
                 return verdict
-            await asyncio.sleep(PAUSE_S)
+            # An incomplete message stays readable, so only a pause keeps this thread from looking all the time.
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
 
     async def _readable(self, stream: socket.socket) -> None:
         came = asyncio.Event()

@@ -37,7 +37,8 @@ from diloco_jax.transport.trust.security import Gate, credentials
 DESCRIBE, OFFER = "Describe", "Offer"
 LAYOUT_BYTES_MAX = 2 << 20
 VALUES_BYTES = 1 << 20  # per message
-STALL_S = 60.0  # without a message
+# A caller that sends less than VALUES_BYTES in this time, and no last message, is cut off.
+STALL_S = 60.0
 BUSY, TOO_LATE = "another learner brings the model", "another learner has brought the model"
 
 log = logging.getLogger(__name__)
@@ -194,28 +195,31 @@ class ModelDesk:
         try:
             with refusing(context):
                 self._gate.check(dict(context.invocation_metadata()))
+                heard_s = [time.monotonic()]
+                context.add_callback(watch_silence(context.cancel, heard_s))
                 first = pb.OfferRequest.FromString(next(requests, b""))
                 self._gate.check_speaks_for(check_name(first.learner_id), context.auth_context())
         except (DecodeError, ValueError) as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if not self._busy.acquire(blocking=False):
             return pb.OfferReply(message=BUSY)
-        heard_s = [time.monotonic()]
-        context.add_callback(watch_silence(context.cancel, heard_s))
         try:
             if self._taken.is_set():
                 return pb.OfferReply(message=TOO_LATE)
             size = self._measure(first.layout)
             self._sender, self._size, self._since_s = first.learner_id, size, time.monotonic()
             log.info(f"{first.learner_id} sends the run's model, {size / 1e6:,.1f} MB")
-            values, filled = bytearray(size), 0
+            values, filled, counted = bytearray(size), 0, 0
+            heard_s[0] = time.monotonic()
             for raw in requests:
-                heard_s[0] = time.monotonic()
                 piece = pb.OfferRequest.FromString(raw).values
                 if filled + len(piece) > size:
                     return pb.OfferReply(message=f"more than the {size} bytes came that the layout says")
                 values[filled : filled + len(piece)] = piece
                 filled += len(piece)
+                # Small messages alone do not show progress: one byte at a time would keep all other models waiting.
+                if filled >= counted + VALUES_BYTES:
+                    counted, heard_s[0] = filled, time.monotonic()
             if filled < size or digest(values) != first.digest:
                 return pb.OfferReply(message=f"{filled} of {size} bytes came, or they are damaged")
             began_s, self._since_s = self._since_s, time.monotonic()
@@ -232,7 +236,7 @@ class ModelDesk:
 
 
 def watch_silence(cancel: Callable[[], object], heard_s: list[float]) -> Callable[[], None]:
-    """Cut off a caller whose last message, at monotonic time `heard_s[0]`, is STALL_S old.
+    """Cut off a caller whose last progress, at monotonic time `heard_s[0]`, is STALL_S old.
 
     Returns:
         A function that ends the watch.

@@ -116,6 +116,7 @@ def connect(
     host: int = 0,
     hosts: int = 1,
     subscribes: bool = False,
+    run: str = "",
 ) -> GrpcLink:
     """Open a session with the syncer at `config.address`, waiting for it at most `config.connect_timeout_s`.
 
@@ -126,6 +127,7 @@ def connect(
         number: Number of the session; 0 for a new one, which is larger than all before it.
         host: Number of this host among the learner's hosts; hosts other than 0 need the number of the leader's session.
         subscribes: Whether this process only receives the model; `learner_id` is then the subscriber's name.
+        run: Id of the run that we have joined, "" for none; the syncer of another run refuses.
 
     Raises:
         TransportError: Nobody answered in time, or the syncer refused, or one side does not trust the other; with
@@ -138,6 +140,7 @@ def connect(
     # The number grows within a process; across processes the incarnation grows.
     number = number or time.monotonic_ns()
     header = pb.Header(run_id=run_id, epoch=epoch, incarnation=incarnation, session=number, stripes=config.stripes)
+    header.run = run
     header.host, header.hosts = host, hosts if hosts > 1 else 0
     partials = Partials(0, config.resume_s) if partials is None else partials
     readable = TO_HOST_TYPES if host else SYNCER_TYPES
@@ -200,12 +203,12 @@ class GrpcListener:
         greeter: Service that describes the run to users' training loops.
     """
 
-    def __init__(self, config: TransportConfig, run_id: str, epoch: int, subscribers_max: int) -> None:
+    def __init__(self, config: TransportConfig, run_id: str, epoch: int, subscribers_max: int, run: str = "") -> None:
         self.config = config
         self._inbox = Inbox()
         # One thread, so that every host gets the versions in their order.
         self._cutting = ThreadPoolExecutor(1, "diloco-cut")
-        self._book = SessionBook(config, run_id, epoch, self._later)
+        self._book = SessionBook(config, run_id, epoch, self._later, run=run)
         full = f"this syncer takes {subscribers_max} subscribers: stop one, or raise syncer.subscribers_max"
         self._subscribers = SessionBook(config, run_id, epoch, known_max=subscribers_max, full=full)
         self._drains = Drains(self._inbox.wake)
@@ -447,7 +450,9 @@ class GrpcListener:
         return known[1]
 
 
-def listen(config: TransportConfig, *, run_id: str, epoch: int = 0, subscribers_max: int = 0) -> GrpcListener:
+def listen(
+    config: TransportConfig, *, run_id: str, epoch: int = 0, subscribers_max: int = 0, run: str = ""
+) -> GrpcListener:
     """Listen on `config.address`.
 
     Args:
@@ -456,4 +461,4 @@ def listen(config: TransportConfig, *, run_id: str, epoch: int = 0, subscribers_
     Raises:
         ValueError: The port is in use, or the address is not loopback and plaintext was not allowed.
     """
-    return GrpcListener(config, run_id, epoch, subscribers_max)
+    return GrpcListener(config, run_id, epoch, subscribers_max, run)

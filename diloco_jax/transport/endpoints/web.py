@@ -1,15 +1,51 @@
-"""A web server with a limit of connections, for people's browsers and programs that fetch files."""
+"""A web server with limits of connections and time, for browsers, scrapers and programs that fetch files."""
 
+import io
 import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from diloco_jax.transport.link import split_address
 from diloco_jax.transport.session.calls import cannot_listen
 
-# A connection that neither takes nor sends a byte for this time is closed.
+# A caller has this long to send its request, and to take each piece of the answer.
 IDLE_S = 20.0
+
+
+class _TimedRequest(io.RawIOBase):
+    """The bytes of one request; TimeoutError if they are not complete in time, however many have come."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._until_s = time.monotonic() + IDLE_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the request is not complete")
+        self._connection.settimeout(left_s)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(IDLE_S)
+
+
+class LimitedHandler(BaseHTTPRequestHandler):
+    """A handler of one request, which must arrive whole within IDLE_S."""
+
+    # Of each piece of an answer.
+    timeout = IDLE_S
+
+    def setup(self) -> None:
+        """Replace the reader, whose limit is per piece: a caller that trickles would keep its place forever."""
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_TimedRequest(self.connection))
 
 
 class WebServer(ThreadingHTTPServer):

@@ -136,7 +136,7 @@ class ProbeReply(_message.Message):
     def __init__(self, unix_s: _Optional[float] = ..., run_id: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., sessions: _Optional[int] = ..., received_bytes: _Optional[int] = ..., received_s: _Optional[float] = ..., noise: _Optional[bytes] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Header(_message.Message):
-    __slots__ = ("run_id", "epoch", "sender", "incarnation", "session", "lane", "stripe", "stripes", "host", "hosts")
+    __slots__ = ("run_id", "epoch", "sender", "incarnation", "session", "lane", "stripe", "stripes", "host", "hosts", "run")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,7 @@ class Header(_message.Message):
     STRIPES_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     HOSTS_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     sender: str
@@ -157,7 +158,8 @@ class Header(_message.Message):
     stripes: int
     host: int
     hosts: int
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., lane: _Optional[_Union[Lane, str]] = ..., stripe: _Optional[int] = ..., stripes: _Optional[int] = ..., host: _Optional[int] = ..., hosts: _Optional[int] = ...) -> None: ...
+    run: str
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., lane: _Optional[_Union[Lane, str]] = ..., stripe: _Optional[int] = ..., stripes: _Optional[int] = ..., host: _Optional[int] = ..., hosts: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class Frame(_message.Message):
     __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "anchor_value", "state_request", "state_chunk", "state_refused", "state_done", "expel", "lease", "anchor_request", "state_pull", "state_end", "state_unavailable", "metrics_report", "evaluate", "score", "host_meet", "host_verdict", "host_warm_up", "host_connect", "host_put_batch", "host_step", "host_stage", "host_unstage", "host_send", "host_supersede", "host_adopt", "host_stage_state", "host_unstage_state", "host_leaf", "host_load_state", "host_have", "host_end", "host_answer", "host_want", "host_stop", "host_save", "host_saved", "host_read", "host_restore", "host_loader", "host_evaluate", "host_shared", "host_send_anchor", "host_has", "host_blocks", "host_handled", "cut_fragment", "chunk", "data", "holdings", "check")
@@ -334,7 +336,7 @@ class Goodbye(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("learner_id", "incarnation", "fingerprint_key", "fingerprint_value", "versions", "digests", "epoch", "step_samples", "granted", "evaluates", "speaks")
+    __slots__ = ("learner_id", "incarnation", "fingerprint_key", "fingerprint_value", "versions", "digests", "epoch", "step_samples", "granted", "evaluates", "speaks", "run")
     LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_KEY_FIELD_NUMBER: _ClassVar[int]
@@ -346,6 +348,7 @@ class Hello(_message.Message):
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     EVALUATES_FIELD_NUMBER: _ClassVar[int]
     SPEAKS_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     learner_id: str
     incarnation: int
     fingerprint_key: _containers.RepeatedScalarFieldContainer[str]
@@ -357,7 +360,8 @@ class Hello(_message.Message):
     granted: int
     evaluates: bool
     speaks: int
-    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., step_samples: _Optional[int] = ..., granted: _Optional[int] = ..., evaluates: bool = ..., speaks: _Optional[int] = ...) -> None: ...
+    run: str
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., step_samples: _Optional[int] = ..., granted: _Optional[int] = ..., evaluates: bool = ..., speaks: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("learner_id", "incarnation", "local_step", "tokens", "global_step", "adopted_version", "adopted_local_step", "adopted_tokens", "step_s", "loss", "samples", "granted", "arrived_fragment_id", "arrived_version", "arrived_ago_s")
@@ -564,16 +568,18 @@ class Leave(_message.Message):
     def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("global_step", "versions", "epoch", "schedule_lead")
+    __slots__ = ("global_step", "versions", "epoch", "schedule_lead", "run")
     GLOBAL_STEP_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_LEAD_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     global_step: int
     versions: _containers.RepeatedScalarFieldContainer[int]
     epoch: int
     schedule_lead: int
-    def __init__(self, global_step: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., schedule_lead: _Optional[int] = ...) -> None: ...
+    run: str
+    def __init__(self, global_step: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., schedule_lead: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class Refuse(_message.Message):
     __slots__ = ("reason",)

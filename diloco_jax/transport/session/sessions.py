@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from diloco_jax.core.host_bytes import join_host_bytes
+from diloco_jax.protocol.membership import other_run
 from diloco_jax.protocol.messages import AnchorValue, CutFragment, FragmentValue, GlobalFragment, HostBlocks
 from diloco_jax.transport.limits import STATEMENT_BYTES_MAX
 from diloco_jax.transport.link import (
@@ -317,6 +318,7 @@ class SessionBook:
         epoch: int,
         later: Callable[[Callable[[], None]], object] = lambda do: do(),
         *,
+        run: str = "",
         known_max: int = KNOWN_MAX,
         full: str = "",
     ) -> None:
@@ -325,6 +327,8 @@ class SessionBook:
         self._full = full or f"{known_max} learners are connected, this syncer takes no more"
         self.run_id = run_id
         self.epoch = epoch
+        # Id of the run; "" if it has none. `run_id` is its name.
+        self.run = run
         # Calls a function on the one thread that cuts versions for hosts.
         self._later = later
         self._lock = threading.Lock()
@@ -455,10 +459,13 @@ class SessionBook:
                 f"{header.sender!r} belongs to run {header.run_id!r}, this syncer to run {self.run_id!r}: start both "
                 "from the same config"
             )
+        if header.run and self.run and header.run != self.run:
+            raise Refused(other_run(repr(header.sender), header.run, self.run))
         if header.epoch > self.epoch:
             raise Refused(
                 f"{header.sender!r} has heard of epoch {header.epoch} of the syncer, this one is of epoch "
-                f"{self.epoch}: stop this old syncer, and connect to the newer one",
+                f"{self.epoch}: stop this old syncer, and connect to the newer one; or stop "
+                "the learner, if it is of an older run",
                 # The process may try again, because a newer syncer may start here.
                 final=False,
             )

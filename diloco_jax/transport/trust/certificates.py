@@ -18,16 +18,24 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
 from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.protocol.releases import install_hint
 from diloco_jax.transport.link import ISLAND_HOSTS, SUBSCRIBER, SYNCER_HOST, check_name
+from diloco_jax.transport.trust.names import LEARNER_URI, SUBSCRIBER_URI, Defect, OutOfDate, learner_names
 
-LEARNER_URI, SUBSCRIBER_URI = "diloco://learner/", "diloco://subscriber/"
+# Only runs with certificates import this module, and only they need the package.
+try:
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+except ImportError as error:
+    raise ValueError(
+        "certificates (transport.tls_ca, `diloco certs`) need the package cryptography, which is not installed; "
+        f"{install_hint('tls')}"
+    ) from error
+
 CA_FILE, TOKEN_FILE = "ca.pem", "token"
 CA_DAYS = 3650
 LEARNERS_MAX = 4096
@@ -44,14 +52,6 @@ CLOCK_SKEW = datetime.timedelta(hours=1)
 
 Key: TypeAlias = ec.EllipticCurvePrivateKey
 Pair: TypeAlias = tuple[Key, x509.Certificate]
-
-
-class Defect(ValueError):
-    """Defect of a certificate or key; the caller knows the setting that named the file."""
-
-
-class OutOfDate(Defect, ConnectionError):
-    """A certificate that has expired or is not valid yet; an attempt after its renewal can succeed."""
 
 
 def parse_certificates(pem: bytes) -> list[x509.Certificate]:
@@ -90,14 +90,6 @@ def check_issued(chain: Sequence[x509.Certificate], authorities: Iterable[x509.C
     last = chain[-1]
     if not any(_issued(last, authority) for authority in authorities):
         raise Defect(f"was not signed by the authority, but by {last.issuer.rfc4514_string()[:200]!r}")
-
-
-def learner_names(common_name: str, dns: Iterable[str], uris: Iterable[str]) -> set[str]:
-    """Return the learners that a certificate with these names represents; a subscriber is `subscriber/NAME`."""
-    dns = [name for name in dns if not name.endswith(ISLAND_HOSTS)]
-    prefixes = {LEARNER_URI: "", SUBSCRIBER_URI: SUBSCRIBER}
-    told = {role + uri.removeprefix(start) for uri in uris for start, role in prefixes.items() if uri.startswith(start)}
-    return told | set(dns) or {common_name}
 
 
 def check_owner(certificate: x509.Certificate, name: str) -> None:

@@ -31,8 +31,7 @@ from diloco_jax.transport.link import (
     TransportError,
     split_address,
 )
-from diloco_jax.transport.trust import certificates
-from diloco_jax.transport.trust.certificates import Defect, OutOfDate
+from diloco_jax.transport.trust.names import Defect, OutOfDate, learner_names
 
 PEM_BYTES_MAX = 1 << 20
 TOKEN_BYTES_MAX = 4096
@@ -236,6 +235,9 @@ def _check_files(
     config: TransportConfig, name: str, owner: bool, server: str, ca: bytes, certificate: bytes, key: bytes
 ) -> None:
     """Check the files, because the other side would answer a defect only with a closed connection."""
+    # Plaintext does not need the package that this module needs.
+    from diloco_jax.transport.trust import certificates
+
     files = _files(config, name)
     now = datetime.datetime.now(datetime.UTC)
     setting = "tls_ca"
@@ -271,10 +273,12 @@ def valid_until(config: TransportConfig, name: str) -> dict[str, datetime.dateti
     Raises:
         ValueError: A file is missing, too large or damaged.
     """
+    from diloco_jax.transport.trust.certificates import parse_certificates
+
     ends = {}
     for setting, path in _files(config, name).items():
         if setting != "tls_key":
-            found = certificates.parse_certificates(_read(setting, path))
+            found = parse_certificates(_read(setting, path))
             ends[setting] = min(certificate.not_valid_after_utc for certificate in found)
     return ends
 
@@ -328,7 +332,7 @@ class Gate:
         )
         if or_syncer and SYNCER_HOST in dns:
             return
-        names = certificates.learner_names(common[0] if common else "", dns, uris)
+        names = learner_names(common[0] if common else "", dns, uris)
         if learner_id in names or (or_subscriber and SUBSCRIBER + learner_id in names):
             return
         owners = ", ".join(sorted(names))[:200]

@@ -12,20 +12,20 @@ import pytest
 
 from experiments.records import read
 from experiments.spec import load, names
+from tests.limits import SLOW_HANGS_S
 from tests.runtime.helpers import environment
 
 ROOT = Path(__file__).resolve().parents[3]
-# One has data parallel, one has failing chips. Each of the others takes a minute, too.
-FAST = ("parity", "failures")
 
 
 @pytest.mark.net
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in names()])
+@pytest.mark.extra("dev")
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", names())
 def test_it_runs(name: str, tmp_path: Path) -> None:
     around = environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
     command = [sys.executable, "-m", "experiments", name, "--quick", "--work", str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=around, timeout=580)
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=around, timeout=SLOW_HANGS_S)
     assert ran.returncode == 0, ran.stderr
     out = tmp_path / "quick"
     records, arms = read(out / "records" / f"{name}.jsonl"), load(name).quick["arms"]
@@ -33,5 +33,5 @@ def test_it_runs(name: str, tmp_path: Path) -> None:
     assert all(each["loss"] and each["tokens"] > 0 and each["curve"] for each in records)
     text = (out / f"{name}.md").read_text(encoding="utf-8")
     assert "a trial of the machinery, not evidence" in text and (out / f"{name}.svg").exists()
-    again = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=around, timeout=60)
+    again = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=around, timeout=SLOW_HANGS_S)
     assert again.returncode == 0 and read(out / "records" / f"{name}.jsonl") == records, "nothing is run again"

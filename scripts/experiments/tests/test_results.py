@@ -132,6 +132,7 @@ def test_a_run_of_another_size_gets_a_separate_table() -> None:
     assert verdict(results, outcomes(results)) == "reproduced", "the bar is about the file's cases"
 
 
+@pytest.mark.extra("dev")
 def test_a_page_follows_from_records_alone(tmp_path: Path) -> None:
     for each in losses_with({}):
         append(tmp_path / page.RECORDS / "made.jsonl", each)
@@ -146,6 +147,7 @@ def test_a_page_follows_from_records_alone(tmp_path: Path) -> None:
     assert again.read_bytes() == before
 
 
+@pytest.mark.extra("dev")
 @pytest.mark.parametrize("kind", ["curves", "gap", "arms"])
 def test_plots_are_small(kind: str) -> None:
     published = {"name": "theirs", "points": [[35e6, 2.0], [1.3e9, 0.5]]}
@@ -156,6 +158,7 @@ def test_plots_are_small(kind: str) -> None:
     assert draw(collect(UNTUNED, [])) is None
 
 
+@pytest.mark.extra("dev")
 @pytest.mark.parametrize("name", [*names(), "README"])
 def test_the_pages_in_docs_follow_from_the_records(name: str, tmp_path: Path) -> None:
     docs = ROOT / "docs" / "results"

@@ -34,7 +34,6 @@ def test_a_rehearsal_keeps_the_settings_of_the_12b_run_and_draws_all_kinds() -> 
 
 @pytest.mark.slow
 @pytest.mark.net
-@pytest.mark.timeout(1500)
 def test_a_short_rehearsal_needs_no_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'scripts'}")
     python = python_with("rehearsal", ("gcp-storage-emulator>=2026.7", "gcsfs>=2026.1"), ours=True)

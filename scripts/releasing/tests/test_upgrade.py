@@ -22,7 +22,6 @@ def test_a_missing_tag_and_a_missing_commit_are_refused(tmp_path: Path, capsys: 
 
 @pytest.mark.slow
 @pytest.mark.net
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("raised", [False, True])
 def test_a_run_is_upgraded_while_it_trains(
     raised: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -117,6 +117,7 @@ with ThreadPoolExecutor(3) as pool:
     assert ran.stdout == "3\n", ran.stderr
 
 
+@pytest.mark.usefixtures("quick_compiler")
 def test_few_values_wait_on_the_devices_and_a_dropped_one_is_freed(tmp_path: Path) -> None:
     config = load(write_config(tmp_path, protocol={"num_fragments": 4}))
     loop = BuiltInLoop(config, "island-0", jax.devices()[:1])

@@ -10,8 +10,7 @@ import pytest
 from diloco_jax.runtime.island import built_in as module
 from diloco_jax.runtime.island.built_in import Feed, Key, ReadAhead, batches_of
 from diloco_jax.training.data.sample import Sample
-
-WAIT_S = 30.0
+from tests.limits import HANGS_S
 
 
 class Source:
@@ -23,7 +22,7 @@ class Source:
         self.threads: set[threading.Thread] = set()
 
     def batch(self, key: Key, rows: Any = None) -> Sample:
-        assert self.gate.acquire(timeout=WAIT_S)
+        assert self.gate.acquire(timeout=HANGS_S)
         self.read.append(key)
         self.threads.add(threading.current_thread())
         if key[0][0] < 0:
@@ -38,7 +37,7 @@ def key(number: int, size: int = 2) -> Key:
 def settle(reader: ReadAhead) -> None:
     """Wait until everything is read that was begun."""
     assert reader._thread is not None
-    reader._thread.submit(int).result(WAIT_S)
+    reader._thread.submit(int).result(HANGS_S)
 
 
 def test_ranges_are_cut_into_the_batches_that_leases_give() -> None:

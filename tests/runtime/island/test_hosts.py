@@ -51,12 +51,13 @@ from diloco_jax.transport.group.direct import DirectLinks
 from diloco_jax.transport.group.group import GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import Delivery, LinkClosed, TransportConfig, TransportError
 from diloco_jax.transport.session.inbox import Inbox
+from tests.limits import HANGS_S
 from tests.runtime.helpers import wait_for
 from tests.runtime.learner.test_run import CONFIG
 from tests.sockets import free_port
 from tests.transport.ends import Quiet
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.net, pytest.mark.usefixtures("shared_programs", "quick_compiler")]
 
 TWO_HOSTS = replace(CONFIG, islands=replace(CONFIG.islands, devices=4, hosts=2))
 
@@ -248,7 +249,7 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     pair.leader.adopt(*late)
     anchor = AnchorValue("island-0", 1, 0, 2, 0, 0)
     of_hosts = [b"".join(pair.leader.take_anchor(anchor)())]
-    wait_for(lambda: AnchorValue in [type(message) for message, _ in pair.link.sent], "the other host's bytes", 20)
+    wait_for(lambda: AnchorValue in [type(message) for message, _ in pair.link.sent], "the other host's bytes")
     of_hosts += [payload for message, payload in pair.link.sent if isinstance(message, AnchorValue)]
     shapes = pair.leader.fragments[0].keys_shapes
     assert bytes(join_host_bytes(of_hosts, 1 << 30)) == codec.encode(
@@ -273,7 +274,7 @@ def test_a_follower_does_what_the_leader_does(pair: Pair) -> None:
     with pytest.raises(CopyGone, match="step 7"):
         copy.of_others(name)
     pair.leader.end(130)
-    pair.thread.join(20)
+    pair.thread.join(HANGS_S)
     assert pair.statuses == [130] and not pair.deaths
 
 
@@ -298,14 +299,14 @@ def test_a_follower_reads_only_a_few_versions_ahead_of_the_leader(pair: Pair) ->
     for message in messages:
         pair.link.put(CutFragment(message, digest), halves[1])
     follower = pair.follower
-    wait_for(lambda: follower._taken == AHEAD_MAX, "the versions that may be read", 20)
+    wait_for(lambda: follower._taken == AHEAD_MAX, "the versions that may be read")
     # The leader does not want the first one, and passes on the next two.
     pair.leader.handled()
     for message in messages[1:3]:
         pair.leader.complete(message, halves[0], lambda: True)
         pair.leader.wait_for_others(message, lambda: True)
         pair.leader.handled()
-    wait_for(lambda: follower._taken == AHEAD_MAX + 3, "three more", 20)
+    wait_for(lambda: follower._taken == AHEAD_MAX + 3, "three more")
     assert [*follower._arrived] == messages[1:3] and [*follower._own] == [*range(4, AHEAD_MAX + 4)]
 
 
@@ -385,12 +386,12 @@ def test_hosts_save_together_and_agree_on_what_all_of_them_have(pair: Pair, capl
 
 def test_a_follower_that_is_asked_to_end_tells_the_leader(pair: Pair) -> None:
     pair.asked.set()
-    assert pair.stop.wait(20)
+    assert pair.stop.wait(HANGS_S)
 
 
 def test_who_loses_a_host_ends(pair: Pair) -> None:
     pair.follower.group.close()
-    wait_for(lambda: pair.deaths, "the leader's end", 20)
+    wait_for(lambda: pair.deaths, "the leader's end")
     assert "host 1 is disconnected" in pair.deaths[0]
 
 
@@ -398,7 +399,7 @@ def test_who_loses_a_host_ends(pair: Pair) -> None:
 def test_who_loses_a_host_that_passes_on_blocks_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
     monkeypatch.setattr(follower_module, "END_S", 0.1)
     (pair.leader._direct if lost == 0 else pair.follower.direct).close()
-    wait_for(lambda: pair.deaths, "the other host's end", 20)
+    wait_for(lambda: pair.deaths, "the other host's end")
     assert f"host {lost} is disconnected" in pair.deaths[0]
 
 
@@ -435,7 +436,7 @@ def test_a_host_whose_others_do_not_come_says_so_and_ends(monkeypatch: pytest.Mo
         died.set()
 
     def initialize(*where: Any, **how: Any) -> None:
-        assert died.wait(30), "JAX would abort"
+        assert died.wait(HANGS_S), "JAX would abort"
         raise RuntimeError("the process would be gone")
 
     monkeypatch.setattr(hosts, "START_S", 0.1)
@@ -459,7 +460,7 @@ def agreed(*same: dict[str, str]) -> list[Any]:
             return str(error)
 
     with ThreadPoolExecutor(count) as threads:
-        found = list(threads.map(agree, range(count), timeout=30))
+        found = list(threads.map(agree, range(count), timeout=HANGS_S))
     for network in (*groups[::-1], *direct):
         network.close()
     return found
@@ -504,7 +505,7 @@ def child_of(folder: Path, *bodies: str) -> Child:
 
 
 def ended(child: Child) -> int:
-    return int(wait_for(lambda: None if child.poll() is None else (child.poll(),), "the end", 30)[0])
+    return int(wait_for(lambda: None if child.poll() is None else (child.poll(),), "the end")[0])
 
 
 def test_what_is_left_of_an_island_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,15 +21,21 @@ from tests.protocol.syncer_inputs import new
 from tests.runtime.helpers import run, write_config
 from tests.runtime.island.rounds import IslandOf, Rounds, encoded
 
-SHAPES = [
-    {"scalar": ()},
-    {"one": (1,)},
-    {"one": (1, 1), "nothing": (0,)},
-    {"scalar": (), "nothing": (3, 0), "kernel": (300,), "one": (1,)},
+FORMATS, MODES, NARROW = get_args(Format), get_args(AdoptMode), ("bfloat16", "float16")
+DTYPES = (*NARROW, "float32")
+MIXED = {"scalar": (), "nothing": (3, 0), "kernel": (300,), "one": (1,)}
+# Leaves of every kind alone, and together. The product of shapes and formats is tried without islands.
+SHAPES: list[tuple[dict[str, tuple[int, ...]], Format]] = [
+    ({"scalar": ()}, "int8"),
+    ({"one": (1,)}, "bfloat16"),
+    ({"one": (1, 1), "nothing": (0,)}, "int2"),
+    (MIXED, "float32"),
+    (MIXED, "int4"),
+    (MIXED, "ternary"),
 ]
 
 
-@pytest.mark.parametrize("format", get_args(Format))
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (0,), (0, 3), (3, 0)])
 def test_a_leaf_of_any_shape_is_encoded_and_read(format: Format, shape: tuple[int, ...]) -> None:
     value = {"leaf": np.full(shape, 1.5, np.float32), "other": np.ones(3, np.float32)}
@@ -43,8 +49,7 @@ def test_a_leaf_of_any_shape_is_encoded_and_read(format: Format, shape: tuple[in
     assert codec.as_bytes(value["leaf"]).tobytes() == codec.encode({"leaf": value["leaf"]}, "float32"), "unflattened"
 
 
-@pytest.mark.parametrize("up", get_args(Format))
-@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize(("shapes", "up"), SHAPES, ids=str)
 def test_all_leaves_take_part_in_every_round(shapes: dict[str, tuple[int, ...]], up: Format) -> None:
     initial = {path: np.full(shape, 1.5, np.float32) for path, shape in shapes.items()}
     filled = sum(0 not in shape for shape in shapes.values())
@@ -87,15 +92,14 @@ def test_a_run_that_was_merely_stopped_early_has_no_such_warning() -> None:
     assert "were never merged" in stats.unmerged, "a complete run has no more turns"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.net
-@pytest.mark.timeout(500)
 def test_a_run_with_odd_leaves_merges_them_and_says_what_it_was_too_short_for(tmp_path: Path) -> None:
     odd = {"module": "tests.runtime.island.odd:Odd", "args": {}}
     protocol, train = {"sync_every": 4, "num_fragments": 4}, {"steps": 3, "eval_every": 0}
     changes = {"islands": {"count": 1}, "train": train, "wire": {"up": "float32"}, "optimizer": {"warmup_steps": 1}}
     config = write_config(tmp_path, model=odd, protocol=protocol, **changes)
-    result = run("train", config, "--run-dir", tmp_path / "run", "--quiet", timeout_s=200)
+    result = run("train", config, "--run-dir", tmp_path / "run", "--quiet")
     assert result.returncode == 0, result.stdout + result.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["unmerged_fragments"] == [0]
@@ -145,11 +149,13 @@ def rounds_after_a_bad_value(rounds: Rounds, size: float) -> tuple[list[float], 
     return norms, excluded
 
 
-SIZES = (300.0, 8_000.0, 30_000.0, 1e12, math.inf, math.nan)
-CASES = [(up, size, "overwrite") for up in get_args(Format) for size in SIZES]
+FINITE, NOT_FINITE = (300.0, 8_000.0, 30_000.0, 1e12), (math.inf, math.nan)
+# Each format with a finite value and one that is not, and each size with two formats or more.
+BAD = [(up, sizes[n % len(sizes)], "overwrite") for n, up in enumerate(FORMATS) for sizes in (FINITE, NOT_FINITE)]
+BAD += [("float32", 1e12, "overwrite"), ("int4", 30_000.0, "blend"), ("int4", 30_000.0, "rebase")]
 
 
-@pytest.mark.parametrize(("up", "size", "mode"), [*CASES, ("int4", 30_000.0, "blend"), ("int4", 30_000.0, "rebase")])
+@pytest.mark.parametrize(("up", "size", "mode"), BAD)
 def test_after_a_bad_value_the_next_steps_are_of_the_usual_size(up: Format, size: float, mode: AdoptMode) -> None:
     """Whatever the mode: the parameters that gave the value are replaced."""
     rounds = Rounds({"kernel": np.zeros(SHAPE, np.float32)}, up=up, how=AdoptConfig(mode=mode, alpha=0.75))
@@ -180,7 +186,6 @@ def test_what_was_kept_back_of_the_values_before_it_is_not_lost() -> None:
     assert np.abs(kept).max() < 0.5, "a rounding step of the last value is about 0.5"
 
 
-FORMATS, MODES, NARROW = get_args(Format), get_args(AdoptMode), ("bfloat16", "float16")
 NARROW_SHAPES = {"kernel": (40, 33), "bias": (7,), "scale": ()}
 
 
@@ -193,9 +198,12 @@ def initial(seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("up", FORMATS)
-@pytest.mark.parametrize("dtype", [*NARROW, "float32"])
+def pairs(dtypes: tuple[str, ...]) -> list[tuple[str, Format, AdoptMode]]:
+    """Return cases in which each format meets each mode, and each dtype each format and each mode."""
+    return [(dtypes[(f + m) % len(dtypes)], up, mode) for f, up in enumerate(FORMATS) for m, mode in enumerate(MODES)]
+
+
+@pytest.mark.parametrize(("dtype", "up", "mode"), pairs(DTYPES))
 def test_without_training_there_is_no_outer_gradient(dtype: str, up: Format, mode: AdoptMode) -> None:
     rounds = Rounds(initial(), 2, dtype=dtype, up=up, how=AdoptConfig(mode=mode, alpha=0.7))
     island = rounds.islands[0]
@@ -261,13 +269,11 @@ def _dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("up", FORMATS)
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(("dtype", "up", "mode"), pairs(NARROW))
 def test_sparse_moves_by_one_unit_in_the_last_place_arrive(dtype: str, up: Format, mode: AdoptMode) -> None:
-    # More of the change waits in the feedback.
-    late = 0.05 if up in ("int2", "ternary") else 0.02
-    assert arrived(dtype, up=up, mode=mode, rounds=60) == pytest.approx(1.0, abs=late)
+    # The change of the last rounds waits in the feedback.
+    late = 0.1 if up in ("int2", "ternary") else 0.02
+    assert arrived(dtype, up=up, mode=mode, rounds=20) == pytest.approx(1.0, abs=late)
 
 
 @pytest.mark.parametrize("down", ["bfloat16", "int8", "int4", "int2", "ternary"])

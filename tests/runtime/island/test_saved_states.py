@@ -17,8 +17,6 @@ from diloco_jax.runtime.island.saved_states import SavedStates, StateName
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.staging import check_fits, stage_shards
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def name(global_step: int, incarnation: int = 5) -> StateName:
     return StateName(incarnation, 40, global_step, (1 << 63, 0, 3))
@@ -53,6 +51,17 @@ def assert_restores(saves: SavedStates, global_step: int, seed: float, devices: 
         np.testing.assert_array_equal(np.asarray(found[key]), np.asarray(value))
         for at in layouts(devices)[key].addressable_devices_indices_map(value.shape).values():
             np.testing.assert_array_equal(found[key][at], np.asarray(value)[at])
+
+
+def test_a_saved_state_names_its_run_and_one_of_an_older_release_names_none(tmp_path: Path) -> None:
+    saves, mine = SavedStates([str(tmp_path / "x")]), name(24)._replace(run="5eed")
+    assert saves.save(stage_shards(arrays()), mine, -1).result() == ""
+    assert saves.names() == [mine] and StateName.parse(json.loads(mine.to_text())) == mine
+    (record,) = tmp_path.rglob("*.json")
+    told = json.loads(record.read_text())
+    del told["name"][4:]
+    record.write_text(json.dumps(told))
+    assert saves.names() == [name(24)]
 
 
 @pytest.mark.parametrize("elsewhere", ["memory://states/x", "{}/elsewhere"])
@@ -182,3 +191,19 @@ def test_a_folder_that_takes_nothing_costs_the_state_and_no_more(
     assert "full" in save(SavedStates([str(tmp_path / "full" / "x")]), 24)
     with pytest.raises(ValueError, match="nowhere"):
         SavedStates(["nowhere://x"])
+
+
+def test_a_state_with_nan_is_not_saved_and_the_one_before_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An island that loads such a state is expelled at every return."""
+    saves = SavedStates([str(tmp_path)])
+    assert save(saves, 24) == ""
+    for step, leaf in ((48, "optimizer/mu/a"), (72, "params/a")):
+        values = np.array(arrays()[leaf])
+        values[2, 1] = np.nan
+        bad = arrays() | {leaf: jax.device_put(values, layouts(1)[leaf])}
+        assert saves.save(stage_shards(bad), name(step), 24).result() == f"it is not finite in '{leaf}'"
+        assert f"the state of global step {step} was not saved: it is not finite in '{leaf}'" in caplog.text
+    assert saves.names() == [name(24)]
+    assert_restores(saves, 24, 0.0)

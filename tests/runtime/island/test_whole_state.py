@@ -23,9 +23,8 @@ from diloco_jax.runtime.records.tape_chain import TapeChain
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.moving import MovingLayout, MovingState
 from diloco_jax.transport.link import LinkClosed
+from tests.limits import HANGS_S
 from tests.runtime.helpers import json_lines
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def test_parts_make_the_state_whatever_their_order() -> None:
@@ -64,7 +63,7 @@ class Wire:
         self.closed = False
 
     def send(self, message: Any, payload: Any = b"") -> None:
-        self.go.wait(30)
+        self.go.wait(HANGS_S)
         if self.closed:
             self.done.release()
             raise LinkClosed("gone")
@@ -73,7 +72,7 @@ class Wire:
 
     def await_messages(self, count: int) -> None:
         for _ in range(count):
-            assert self.done.acquire(timeout=30)
+            assert self.done.acquire(timeout=HANGS_S)
 
     receive: Any = None
     close: Any = None

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.runtime.learner import preemption
-
-WAIT_S = 30.0
+from tests.limits import HANGS_S
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +58,10 @@ def test_the_metadata_server_is_asked_until_it_says_so(metadata: Metadata) -> No
     stop = threading.Event()
     preemption.watch("gce", stop)
     for _ in range(3):
-        assert metadata.asked.acquire(timeout=WAIT_S)
+        assert metadata.asked.acquire(timeout=HANGS_S)
     assert not stop.is_set()
     metadata.answer = b"TRUE"
-    assert stop.wait(WAIT_S)
+    assert stop.wait(HANGS_S)
 
 
 def test_a_file_is_a_notice(tmp_path: Path) -> None:
@@ -70,7 +69,7 @@ def test_a_file_is_a_notice(tmp_path: Path) -> None:
     preemption.watch(str(tmp_path / "notice"), stop)
     assert not stop.wait(0.1)
     (tmp_path / "notice").touch()
-    assert stop.wait(WAIT_S)
+    assert stop.wait(HANGS_S)
 
 
 @pytest.mark.net
@@ -82,7 +81,7 @@ def test_a_server_that_cannot_be_asked_is_named_once_and_stops_nothing(
     with caplog.at_level(logging.WARNING):
         preemption.watch("gce", stop)
         for _ in range(3):
-            assert metadata.asked.acquire(timeout=WAIT_S)
+            assert metadata.asked.acquire(timeout=HANGS_S)
     assert not stop.is_set() and len(caplog.records) == 1
     assert "no preemption notices: gce cannot be read (HTTP Error 403" in caplog.text
     stop.set()

@@ -12,7 +12,7 @@ from diloco_jax.settings.islands import IslandsConfig
 from diloco_jax.settings.run import RunConfig
 from tests.runtime.learner.test_run import NAME, Script
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.net
 
 
 def steps_in(folder: Path) -> list[int]:

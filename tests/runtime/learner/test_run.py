@@ -14,11 +14,13 @@ from unittest.mock import MagicMock
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xxhash
 from flax import nnx
 
 from diloco_jax.core import codec
 from diloco_jax.core.layout import value_digest
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.membership import other_run
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.island import adoptions, payloads
@@ -32,13 +34,15 @@ from diloco_jax.settings.run import IslandsConfig, RunConfig, TrainConfig
 from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
+from diloco_jax.training.whole_state.finite import UnusableState
+from diloco_jax.training.whole_state.moving import MovingState
 from diloco_jax.transport.endpoints.grpc_link import listen
 from diloco_jax.transport.link import Rejected, TransportConfig
+from tests.limits import HANGS_S
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.net, pytest.mark.usefixtures("shared_programs", "quick_compiler")]
 
 M = TypeVar("M")
-WAIT_S = 60.0
 # The model is wide enough for moments of several chunks.
 WIDTH = 40_000
 
@@ -69,13 +73,15 @@ CONFIG = RunConfig(
     trackers=(),
 )
 NAME, INCARNATION = "island-0", 7
+# The id of the run.
+RUN = "5eed"
 
 
 class Script:
     """The syncer's part of a conversation, with a learner in a thread."""
 
     def __init__(self, run_dir: Path, config: RunConfig = CONFIG, incarnation: int = INCARNATION) -> None:
-        self.listener = listen(TransportConfig(), run_id=config.name)
+        self.listener = listen(TransportConfig(), run_id=config.name, run=RUN)
         self.stop = threading.Event()
         joining = Joining(
             config, NAME, incarnation, self.listener.address, run_dir, island_pulse(config, run_dir, NAME)
@@ -99,7 +105,7 @@ class Script:
 
     def await_message(self, kind: type[M], payload: bool = False) -> Any:
         """Return the next message of a kind; the others are kept in `heard`."""
-        ends_s = time.monotonic() + WAIT_S
+        ends_s = time.monotonic() + HANGS_S
         while time.monotonic() < ends_s:
             delivery = self.listener.receive(1.0)
             if delivery is None or delivery.message is None:
@@ -127,7 +133,7 @@ class Script:
     ) -> messages.Hello:
         """Welcome the learner, give it the model and these samples; one fragment may arrive damaged."""
         hello: messages.Hello = self.await_message(messages.Hello)
-        self.say(messages.Welcome(global_step, (global_step,) * 2, 1))
+        self.say(messages.Welcome(global_step, (global_step,) * 2, 1, 0, RUN))
         for fragment_id in range(2):
             self.give(fragment_id, global_step, fill, damage=fragment_id == damaged)
         self.say(messages.Lease(0, *samples))
@@ -139,7 +145,7 @@ class Script:
 
     def end(self) -> None:
         self.stop.set()
-        self._thread.join(WAIT_S)
+        self._thread.join(HANGS_S)
         assert not self._thread.is_alive()
         self.listener.close(0.0)
 
@@ -168,7 +174,7 @@ def test_a_conversation_from_hello_to_stop_and_its_tape(script: Script) -> None:
     assert anchor.payload_bytes == len(payload)
     script.say(messages.Stop(3, "the run is complete"))
     assert script.await_message(messages.Leave).reason == "the run is complete"
-    script._thread.join(WAIT_S)
+    script._thread.join(HANGS_S)
     assert script.reason == "the run is complete"
     tape = script.tape()
     assert tape[0] == ["begin", NAME, INCARNATION, 8, list(STAMP)]
@@ -207,7 +213,7 @@ def test_of_the_values_that_came_during_a_step_only_the_newest_is_adopted(
 
     def wait_long(island: Island, handle: StepHandle) -> dict[str, float]:
         began.set()
-        may_end.wait(WAIT_S)
+        may_end.wait(HANGS_S)
         return wait(island, handle)
 
     monkeypatch.setattr(Island, "wait", wait_long)
@@ -229,7 +235,7 @@ def test_expulsion_ends_this_incarnation_and_says_why(script: Script) -> None:
     script.admit()
     script.await_message(messages.StepReport)
     script.say(messages.Expel("three values were NaN"))
-    script._thread.join(WAIT_S)
+    script._thread.join(HANGS_S)
     assert isinstance(script.error, ConnectionAbortedError)
     assert "expelled this incarnation: three values were NaN" in str(script.error)
     assert script.tape()[-1][:2] == ["end", "expelled: three values were NaN"]
@@ -238,16 +244,39 @@ def test_expulsion_ends_this_incarnation_and_says_why(script: Script) -> None:
 def test_refusal_is_wrong_input_at_first_and_bad_luck_later(script: Script, tmp_path: Path) -> None:
     script.await_message(messages.Hello)
     script.say(messages.Refuse("model layout differs"))
-    script._thread.join(WAIT_S)
+    script._thread.join(HANGS_S)
     assert type(script.error) is RefusedForGood and "refused this learner: model layout differs" in str(script.error)
     script.end()
     later = Script(tmp_path, incarnation=8)
     later.admit()
     later.await_message(messages.StepReport)
     later.say(messages.Refuse("the run went back to a snapshot; start the learner again"))
-    later._thread.join(WAIT_S)
+    later._thread.join(HANGS_S)
     later.end()
     assert isinstance(later.error, ConnectionAbortedError) and "start the learner again" in str(later.error)
+
+
+@pytest.mark.parametrize("told", ["at the connection", "after the greeting"])
+def test_an_island_ends_where_its_run_was_replaced_by_another(script: Script, told: str) -> None:
+    """The syncer was started again at the same address with the same config and a new folder."""
+    script.admit()
+    script.await_message(messages.StepReport)
+    address = script.listener.address
+    script.listener.close(0.0)
+    other = listen(
+        TransportConfig(address=address), run_id=CONFIG.name, epoch=1, run="cafe" if told == "at the connection" else ""
+    )
+    try:
+        script.listener = other
+        if told == "after the greeting":
+            assert script.await_message(messages.Hello).run == RUN
+            script.say(messages.Refuse(other_run(NAME, RUN, "cafe")))
+        script._thread.join(HANGS_S)
+        assert type(script.error) is RefusedForGood, script.error
+        assert f"{NAME} has joined another run with the id 5eed" in str(script.error).replace("'", "")
+        assert "start its process again" in str(script.error)
+    finally:
+        other.close(0.0)
 
 
 def test_leaving_before_the_first_step_is_polite_too(script: Script) -> None:
@@ -338,7 +367,7 @@ def test_a_foreign_state_is_refused_and_training_begins_without(script: Script) 
 
 def test_hearts_beat_while_the_compiler_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
-    monkeypatch.setattr(Island, "warm_up", lambda island, shape: may_end.wait(WAIT_S))
+    monkeypatch.setattr(Island, "warm_up", lambda island, shape: may_end.wait(HANGS_S))
     script = Script(tmp_path)
     script.admit()
     for _ in range(3):
@@ -354,14 +383,14 @@ def test_hearts_beat_while_a_value_is_read(script: Script, monkeypatch: pytest.M
 
     def slowly(values: adoptions.GlobalValues, *arguments: Any) -> adoptions.ArrivedValue:
         reading.set()
-        assert may_end.wait(WAIT_S)
+        assert may_end.wait(HANGS_S)
         return read(values, *arguments)
 
     script.admit()
     script.await_message(messages.StepReport)
     monkeypatch.setattr(adoptions.GlobalValues, "read", slowly)
     script.give(1, 1, 2.0)
-    assert reading.wait(WAIT_S)
+    assert reading.wait(HANGS_S)
     # The link thread gives no ticks now. Heartbeats that it sent before are at most as many as its inbox holds here.
     while script.listener.receive(0.0) is not None:
         pass
@@ -388,6 +417,81 @@ def test_an_own_saved_state_is_taken_when_it_is_recent(tmp_path: Path) -> None:
     second.end()
     assert second.tape("state") == [["state", "", INCARNATION, local_step, [0]]]
     assert not any(isinstance(message, messages.StateRequest) for message in second.heard)
+
+
+def spoil(folder: Path) -> None:
+    """Put NaN into the moments of the newest saved state, as an older release may have saved them."""
+    record = max(folder.rglob("*.json"))
+    told, content = json.loads(record.read_text()), bytearray(record.with_suffix(".shards").read_bytes())
+    at = 0
+    for leaf, dtype, _, spans in told["shards"]:
+        size = int(np.prod([stop - start for start, stop in spans])) * np.dtype(dtype).itemsize
+        if leaf.startswith("optimizer/") and dtype == "float32" and size > 4:
+            content[at : at + 4] = b"\xff" * 4
+        at += size
+    record.with_suffix(".shards").write_bytes(content)
+    record.write_text(json.dumps(told | {"checksum": xxhash.xxh3_64_intdigest(bytes(content))}))
+
+
+def test_an_own_saved_state_that_is_not_finite_is_not_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = replace(CONFIG, protocol=replace(CONFIG.protocol, snapshot_every=2))
+    first = Script(tmp_path, config)
+    first.admit()
+    first.await_message(messages.StepReport)
+    first.give(0, 2, 3.0)
+    while not first.tape("saved"):
+        first.await_message(messages.StepReport)
+    first.end()
+    spoil(tmp_path / "states" / NAME)
+    second = Script(tmp_path, config, incarnation=8)
+    second.admit(2, fill=3.0)
+    # It asks for the state of another island.
+    second.await_message(messages.StateRequest)
+    second.say(messages.StateUnavailable("", "nobody is there"))
+    second.await_message(messages.StepReport)
+    second.end()
+    assert "cannot be used: it is not finite in 'optimizer/" in caplog.text
+    assert second.tape("state") == [] and second.learner.joined.moments == "new"
+
+
+def test_a_state_that_is_not_finite_is_not_given(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, array: Any) -> None:
+        if "/mu/" in name:
+            raise UnusableState(f"it is not finite in '{name}'")
+
+    monkeypatch.setattr("diloco_jax.runtime.island.host.check_finite", refuse)
+    script.admit()
+    while script.await_message(messages.StepReport).local_step < 2:
+        pass
+    script.say(messages.StatePull("island-1", 0, 0, 0))
+    refused = script.await_message(messages.StateRefused)
+    assert refused.receiver == "island-1" and "is not finite" in refused.reason
+    script.await_message(messages.StepReport)
+    assert not script.learner.host.states, "the copy is freed"
+
+
+def test_a_state_of_another_island_that_is_not_finite_is_not_loaded(
+    script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    script.admit(4)
+    script.await_message(messages.StateRequest)
+    layout, leaves = script.learner.host.moving, script.learner.host.island.state_layout.by_name
+
+    def spoiled(name: str) -> Any:
+        return np.full(leaves[name].shape, np.nan if "float" in leaves[name].dtype else 0, leaves[name].dtype)
+
+    moving = MovingState(layout, spoiled)
+    parts = moving.count(payloads.STATE_PART_BYTES)
+    for number in range(parts):
+        payload = b"".join(moving.part(number, payloads.STATE_PART_BYTES))
+        part = messages.StateChunk("donor", 3, NAME, 30, number, parts, codec.digest(payload), len(payload), clock=4)
+        script.say(part, payload)
+    script.await_message(messages.StateDone)
+    # Another donor may have a better state.
+    script.await_message(messages.StateRequest)
+    script.say(messages.StateUnavailable("", "nobody is there"))
+    assert script.await_message(messages.StepReport).local_step == 1
+    assert script.tape("state") == [] and "the state of donor cannot be used: it is not finite in" in caplog.text
 
 
 def test_a_learner_that_is_refused_for_good_says_why() -> None:

@@ -193,6 +193,18 @@ def test_how_often_an_island_that_ends_is_started_again(tmp_path: Path, lives: l
     assert failed.value.wrong_input == ("exit 2" in lives)
 
 
+def test_a_program_that_never_joins_fails_and_one_that_joined_has_left(tmp_path: Path) -> None:
+    (tmp_path / "tapes").mkdir()
+    lives = [[""], ["touch tapes/island-1.7.jsonl; echo complete"]]
+    told = Told(tmp_path, [FOREVER], lives, command=("python", "loop.py"))
+    with pytest.raises(RunFailed, match=r"0 islands are left, .*: island-0 ended with status 0") as failed:
+        told.run.run()
+    assert not failed.value.wrong_input
+    assert "island-0 ended without joining the run; call diloco_jax.join in islands.command" in told.lines
+    assert "island-1 left: complete" in told.lines
+    assert told.starts("island-0") == told.starts("island-1") == 1
+
+
 def test_brief_lives_are_followed_by_longer_and_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
     monkeypatch.setattr(processes.time, "monotonic", lambda: now_s[0])

@@ -13,6 +13,7 @@ from diloco_jax.runtime.local.machine import Machine, check, gpu_shares, limit_j
 from diloco_jax.runtime.local.run import LocalRun, child_environment
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse
+from tests.limits import HANGS_S
 from tests.runtime.helpers import ROOT, SMALL, environment, merged
 
 GPUS = tuple("01234567")
@@ -182,7 +183,7 @@ def test_a_tpu_plugin_without_a_tpu_says_nothing(tmp_path: Path) -> None:
     words = "from diloco_jax.cli.main import main; main(['status', '/nowhere']); import jax; print(jax.devices())"
     settings = {key: value for key, value in environment().items() if key != "JAX_PLATFORMS"}
     found = subprocess.run(
-        [sys.executable, "-c", words], capture_output=True, text=True, env=settings, cwd=ROOT, timeout=120
+        [sys.executable, "-c", words], capture_output=True, text=True, env=settings, cwd=ROOT, timeout=HANGS_S
     )
     assert "CpuDevice" in found.stdout, found.stderr
     assert len(found.stderr.splitlines()) == 1 and found.stderr.startswith("diloco status:"), found.stderr

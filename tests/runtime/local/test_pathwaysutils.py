@@ -31,7 +31,6 @@ def python() -> Path:
 
 @pytest.mark.trainers
 @pytest.mark.net
-@pytest.mark.timeout(600)
 def test_the_package_agrees_with_its_stand_in(python: Path) -> None:
     words = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", "", "-rs", *TESTS]
     done = subprocess.run(words, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)

@@ -22,6 +22,7 @@ from diloco_jax.runtime.model.global_model import GlobalModel
 from diloco_jax.settings.text import load
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.sharding import MeshConfig
+from tests.limits import HANGS_S
 from tests.runtime.models import (
     FRAGMENTS,
     LEAFY,
@@ -305,7 +306,7 @@ def test_a_bounded_capture_holds_up_its_replacement_until_it_is_read(monkeypatch
     assert not any(merged.done() for merged in waiting)
     found = {(piece.group, piece.where): piece.value for piece in model.pieces(capture)}
     for merged in waiting:
-        model.publish(merged.result(30))
+        model.publish(merged.result(HANGS_S))
     assert found.keys() == wanted.keys() and all(np.array_equal(found[key], wanted[key]) for key in wanted)
     monkeypatch.setattr(arithmetic, "PATIENCE_S", 0.01)
     late = model.capture(bounded=True)

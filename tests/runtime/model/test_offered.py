@@ -15,6 +15,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.transport.endpoints.greeting import ask_description, offer_model
 from diloco_jax.transport.link import TransportConfig, TransportError
+from tests.limits import HANGS_S
 from tests.runtime.helpers import wait_for
 
 
@@ -32,7 +33,7 @@ def test_islands_are_answered_until_the_syncer_opens_its_own_listener(
     values = np.arange(48, dtype="<f4")
     layout = layout_of({"w": (48,)}, {"w": Kind("vector")})
     assert offer_model(there, "a", layout, [values.view(np.uint8).data]) == ""
-    waiting.join(30.0)
+    waiting.join(HANGS_S)
     (model,) = found
     assert model is not None and dict(model.initial_parameters())["w"].tolist() == values.tolist()
     # The syncer cuts the model and opens its folder now, which may take minutes.

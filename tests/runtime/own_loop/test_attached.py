@@ -123,9 +123,8 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
     kill_processes(tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.net
-@pytest.mark.timeout(240)
 def test_a_loop_with_a_holder_trains_to_the_bits_of_one_that_passes_its_trees(tmp_path: Path, run_dir: Path) -> None:
     found = {}
     for loop in ("loop.py", "held_loop.py"):

@@ -14,6 +14,7 @@ from tests.runtime.helpers import ROOT, kill_processes, run
 
 # The syncer, the commands and the built-in models use them.
 UNUSED = ("tokenizers", "safetensors", "tyro", "rich", "grain", "flax", "orbax", "prometheus_client", "torch")
+UNUSED += ("cryptography",)  # with certificates only
 LOADED = f"[name for name in {UNUSED} if name in sys.modules]"
 # An island loads it when it joins, after the settings of its cache.
 LATER = "numba"
@@ -42,21 +43,26 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
     kill_processes(tmp_path)
 
 
-def test_join_is_imported_without_the_libraries_of_a_syncer() -> None:
-    code = f"from diloco_jax import join\nimport sys\nprint({LOADED}, {LATER!r} in sys.modules)"
+def test_what_join_and_a_syncer_without_a_model_import() -> None:
+    """One after the other in a process, because a new interpreter with JAX takes seconds."""
+    joins = f"from diloco_jax import join\nimport sys\nprint({LOADED}, {LATER!r} in sys.modules)"
+    slow = ("flax", "grain", "diloco_jax.training.blueprint", "tensorboardX", "torch")
+    serves = "import diloco_jax.runtime.model.offered, diloco_jax.runtime.syncer.run"
+    serves += f"\nprint([name for name in {slow} if name in sys.modules])"
+    code = f"{joins}\n{serves}"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == "[] False"
+    assert ended.stdout.splitlines() == ["[] False", "[]"]
 
 
+@pytest.mark.extra("parity")
 def test_an_island_of_pytorch_imports_no_part_of_pytorch_for_several_processes() -> None:
-    pytest.importorskip("torch")
     code = "import diloco_jax.torch, sys\nprint('torch.distributed.tensor' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "False", "it takes as long to import as PyTorch itself"
 
 
+@pytest.mark.long
 @pytest.mark.net
-@pytest.mark.timeout(120)
 def test_a_whole_run_of_a_loop_needs_none_of_them(tmp_path: Path, run_dir: Path) -> None:
     loop, config = tmp_path / "loop.py", tmp_path / "own.yaml"
     loop.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{LOOP}", encoding="utf-8")

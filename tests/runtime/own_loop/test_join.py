@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import traceback
@@ -36,7 +35,19 @@ from diloco_jax.settings.text import dump
 from diloco_jax.transport.endpoints.greeting import Description
 from diloco_jax.transport.endpoints.grpc_link import listen
 from diloco_jax.transport.link import TransportConfig, TransportError
-from tests.runtime.helpers import ROOT, call, kill_processes, merged, notes, processes_of, run, start, status, wait_for
+from tests.runtime.helpers import (
+    ROOT,
+    call,
+    interrupted,
+    kill_processes,
+    merged,
+    notes,
+    processes_of,
+    run,
+    start,
+    status,
+    wait_for,
+)
 
 LOOP = Path(__file__).with_name("loop.py")
 OWN: dict[str, Any] = {
@@ -75,25 +86,26 @@ def island_pid(run_dir: Path, name: str) -> int:
 
 @pytest.mark.long
 @pytest.mark.net
-@pytest.mark.timeout(240)
 def test_islands_die_and_return_the_syncer_dies_and_one_is_drained(tmp_path: Path, run_dir: Path) -> None:
-    process = start("train", write(tmp_path, train={"steps": 700}), "--quiet", "--run-dir", run_dir, step_s=0.04)
-    wait_for(lambda: notes(run_dir, "merged", "island-1") > 3, "merges of island-1")
-    wait_for(lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state")
+    process = start("train", write(tmp_path, train={"steps": 1_000_000}), "--quiet", "--run-dir", run_dir, step_s=0.04)
+    wait_for(lambda: notes(run_dir, "merged", "island-1") > 3, "merges of island-1", process)
+    wait_for(lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state", process)
     pid = island_pid(run_dir, "island-1")
     assert pid in [row["process"] for row in status(run_dir)["learners"] if row["learner"] == "island-1"]
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1")
+    wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1", process)
     tapes = lambda: [path.read_text() for path in (run_dir / "tapes").glob("island-1.*")]  # noqa: E731
-    wait_for(lambda: any('["state",' in tape for tape in tapes()), "its whole state, or a peer's")
+    wait_for(lambda: any('["state",' in tape for tape in tapes()), "its whole state, or a peer's", process)
     os.kill(next(pid for pid, words in processes_of(run_dir).items() if " syncer " in words), signal.SIGKILL)
     before = status(run_dir)["global_step"]
-    wait_for(lambda: status(run_dir).get("epoch") == 2 and status(run_dir)["global_step"] > before + 5, "failover")
-    wait_for(lambda: call("drain", "island-0", run_dir).returncode == 0, "island-0 at the new syncer, and its drain")
-    wait_for(lambda: notes(run_dir, "left", "island-0"), "the farewell of island-0")
-    output, _ = process.communicate(timeout=120)
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert process.returncode == 0 and summary["complete"], output
+    wait_for(
+        lambda: status(run_dir).get("epoch") == 2 and status(run_dir)["global_step"] > before + 5, "failover", process
+    )
+    wait_for(
+        lambda: call("drain", "island-0", run_dir).returncode == 0, "island-0 at the new syncer, and its drain", process
+    )
+    wait_for(lambda: notes(run_dir, "left", "island-0"), "the farewell of island-0", process)
+    interrupted(process)
     assert "1 compiled step" in (run_dir / "logs/island-1.log").read_text()
     audit = json.loads(call("audit", run_dir, "--json").stdout)
     assert audit["violations"] == 0 and audit["merged"] > 0
@@ -101,7 +113,6 @@ def test_islands_die_and_return_the_syncer_dies_and_one_is_drained(tmp_path: Pat
 
 @pytest.mark.long
 @pytest.mark.net
-@pytest.mark.timeout(240)
 def test_an_island_of_two_hosts_joins_and_starts_again_when_the_loop_of_one_fails(
     tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,13 +135,12 @@ def test_an_island_of_two_hosts_joins_and_starts_again_when_the_loop_of_one_fail
     assert summary["complete"] and summary["learners"]["island-0"]["restarts"] == 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.net
-@pytest.mark.timeout(240)
 def test_islands_with_steps_of_milliseconds_are_merged_together(tmp_path: Path, run_dir: Path) -> None:
     command = [sys.executable, str(LOOP.with_name("quick_loop.py"))]
     changes = {"islands": {"command": command}, "train": {"steps": 600}, "protocol": {"sync_every": 6}}
-    ended = run("train", write(tmp_path, **changes), "--json", "--run-dir", run_dir, timeout_s=200)
+    ended = run("train", write(tmp_path, **changes), "--json", "--run-dir", run_dir)
     summary = json.loads(ended.stdout.splitlines()[-1])
     assert summary["complete"], ended.stderr
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
@@ -139,14 +149,6 @@ def test_islands_with_steps_of_milliseconds_are_merged_together(tmp_path: Path, 
     together = counts[counts.index(2) :]
     assert len(together) >= 20 and sum(together) >= 1.8 * len(together), (counts, ended.stderr)
     assert not {alarm["kind"] for alarm in summary["alarms"]} & {"few", "unmerged-fragments"}
-
-
-@pytest.mark.net
-@pytest.mark.timeout(120)
-def test_a_program_that_never_joins_ends_the_run(tmp_path: Path, run_dir: Path) -> None:
-    path = write(tmp_path, islands={"count": 1, "command": [sys.executable, "-c", "pass"]})
-    ended = run("train", path, "--quiet", "--run-dir", run_dir)
-    assert ended.returncode == 1 and "island-0 ended without joining the run" in ended.stdout + ended.stderr
 
 
 def tree(devices: int = 1) -> dict[str, Any]:
@@ -276,14 +278,6 @@ def test_any_other_path_can_be_stored_in_a_checkpoint(tmp_path: Path) -> None:
     assert {path: kept.array(PARAMETERS, path).tolist() for path in values} == {
         p: v.tolist() for p, v in values.items()
     }
-
-
-def test_a_syncer_without_a_model_needs_no_module_library() -> None:
-    imports = "import sys, diloco_jax.runtime.model.offered, diloco_jax.runtime.syncer.run"
-    slow = ("flax", "grain", "diloco_jax.training.blueprint", "tensorboardX", "torch")
-    found = f"print([m for m in {slow} if m in sys.modules])"
-    ended = subprocess.run([sys.executable, "-c", f"{imports}\n{found}"], capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("metrics", [{"loss": 1.0, "note": "abc"}, {"loss": None}, {"loss": jnp.ones(2), 1: 2.0}])

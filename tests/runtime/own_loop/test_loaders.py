@@ -18,8 +18,7 @@ from diloco_jax.runtime.own_loop import loaders
 from diloco_jax.runtime.own_loop.data_shard import DataShard
 from diloco_jax.runtime.own_loop.loaders import Batches, loader_of
 from diloco_jax.runtime.own_loop.plain import pack, unpack
-
-pytestmark = pytest.mark.timeout(60)
+from tests.limits import HANGS_S
 
 SAMPLES, BATCH = 40, 4
 
@@ -38,7 +37,9 @@ class Numbers:
 
 
 def grain_dataset() -> Any:
-    return grain.MapDataset.range(SAMPLES).shuffle(seed=3).repeat(None).to_iter_dataset().batch(BATCH)
+    # By default 16 threads read 500 batches ahead, which takes most of a second.
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    return grain.MapDataset.range(SAMPLES).shuffle(seed=3).repeat(None).to_iter_dataset(options).batch(BATCH)
 
 
 def grain_prefetching() -> Any:
@@ -55,11 +56,14 @@ def grain_mixed() -> Any:
 
 def grain_loader() -> Any:
     sampler = grain.samplers.IndexSampler(SAMPLES, shuffle=True, seed=3, num_epochs=None)
-    return grain.DataLoader(data_source=Numbers(), sampler=sampler, operations=[grain.transforms.Batch(BATCH)])
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+    batch = grain.transforms.Batch(BATCH)
+    return grain.DataLoader(data_source=Numbers(), sampler=sampler, operations=[batch], read_options=options)
 
 
 def hugging_face() -> Any:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     found = datasets.IterableDataset.from_generator(lambda: ({"x": at} for at in range(SAMPLES)))
     return found.repeat(None).batch(BATCH)
 
@@ -86,7 +90,11 @@ def counted() -> Any:
     return diloco_jax.loader((number * number for number in itertools.count()), by_count=True)
 
 
-SOURCES = [grain_dataset, grain_prefetching, grain_mixed, grain_loader, hugging_face, Own, counted]
+# Hugging Face's `datasets` is installed with lm-eval.
+SOURCES = [
+    *(grain_dataset, grain_prefetching, grain_mixed, grain_loader, Own, counted),
+    pytest.param(hugging_face, marks=pytest.mark.extra("eval")),
+]
 
 
 def plain(batch: Any) -> Any:
@@ -165,14 +173,14 @@ def test_a_thread_that_waits_for_a_batch_delays_no_step_and_no_save() -> None:
         for number in itertools.count():
             if number == 2:
                 asked.set()
-                assert released.wait(30)
+                assert released.wait(HANGS_S)
             yield number
 
     first = diloco_jax.loader(slow(), by_count=True)
     thread = threading.Thread(target=lambda: [next(first) for _ in range(3)])
     thread.start()
     try:
-        assert asked.wait(30)
+        assert asked.wait(HANGS_S)
         first.stepped()
         state = first.state()
     finally:
@@ -183,9 +191,10 @@ def test_a_thread_that_waits_for_a_batch_delays_no_step_and_no_save() -> None:
     assert next(second) == 1
 
 
+@pytest.mark.extra("eval")
 def test_hugging_faces_shuffle_buffer_is_filled_again() -> None:
     """Its state has no samples of the buffer: a return skips or repeats about as many as the buffer holds."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
 
     def shuffled() -> Any:
         found = datasets.IterableDataset.from_generator(lambda: ({"x": at} for at in range(SAMPLES)))
@@ -296,12 +305,17 @@ def test_states_come_back_as_they_were(value: Any) -> None:
     assert found == value and type(found) is type(value)
 
 
-def test_arrays_and_tensors_come_back_bit_for_bit() -> None:
+def test_arrays_come_back_bit_for_bit() -> None:
     for array in (np.arange(6, dtype="<u2").reshape(2, 3).T, np.zeros((0, 3)), np.float32("nan"), np.bool_(True)):
         found = unpack(pack({"a": array}))["a"]
         assert type(found) is type(array) and found.dtype == array.dtype and found.shape == array.shape
         assert found.tobytes() == array.tobytes()
-    torch = pytest.importorskip("torch")
+
+
+@pytest.mark.extra("parity")
+def test_a_tensor_comes_back_bit_for_bit() -> None:
+    import torch
+
     state = torch.Generator().manual_seed(5).get_state()
     assert torch.equal(unpack(pack(state)), state)
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ MESHES: dict[str, dict[str, str]] = {
     "stacks": {"layers": "x", "exp": "y", "vocab": "y"},
     "both": {"layers": "x", "mlp": "y"},
 }
-LEARNERS, ROUNDS, FRAGMENTS = 2, 3, 3
+LEARNERS, ROUNDS, FRAGMENTS = 2, 3, 2
 
 
 def stored(values: Arrays, axes: dict[str, tuple[str, ...]]) -> Arrays:
@@ -103,6 +104,10 @@ def trained(
     loops = [Loop(theta, axes, mesh) for _ in range(LEARNERS)]
     plan = FragmentConfig().plan(loops[0].loop.shapes, loops[0].loop.kinds, FRAGMENTS)
     islands: list[ExchangedState] = [each.loop.exchanged(format, mode == "rebase") for each in loops]
+    # Both have the same programs, which are compiled once.
+    for island in islands[1:]:
+        island.exchange = copy(islands[0].exchange)
+        island.exchange.held = {}
     for island in islands:
         for fragment in plan.fragments:
             island.adopt(fragment, take(theta, fragment))
@@ -118,8 +123,8 @@ def trained(
             sent += payloads
             values = merged(plan, fragment, theta, payloads, format)
             theta = put(theta, fragment, values)
-            for island, copy in zip(islands, staged, strict=True):
-                island.adopt(fragment, values, mode=mode, alpha=0.25, sent=copy)
+            for island, own in zip(islands, staged, strict=True):
+                island.adopt(fragment, values, mode=mode, alpha=0.25, sent=own)
     for program in islands[0].exchange._compiled.values():
         assert not [name for name in COLLECTIVES if name in program.as_text()]
     for loop, island in zip(loops, islands, strict=True):
@@ -130,11 +135,10 @@ def trained(
     return sent, theta, [canonical(jax.device_get(dict(island.state.params)), axes) for island in islands]
 
 
+# Each mesh, each mode and each kind of format.
 CASES: list[tuple[str, Format, AdoptMode]] = [
-    ("one", "float32", "overwrite"),
     ("one", "int4", "rebase"),
     ("others", "int4", "overwrite"),
-    ("others", "float32", "rebase"),
     ("stacks", "int4", "blend"),
     ("both", "float32", "overwrite"),
 ]
@@ -203,15 +207,14 @@ def test_join_refuses_stacks_that_are_not_described(axes: Any, words: str) -> No
         LoopState({path: jax.numpy.asarray(value) for path, value in values.items()}, None, axes)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.net
-@pytest.mark.timeout(240)
 def test_islands_that_store_layers_at_different_axes_are_merged(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name("stacked_loop.py"))]
     changes = {"islands": {"command": command}, "train": {"steps": 120}, "protocol": {"sync_every": 6}}
     run_dir = tmp_path / "run"
     try:
-        ended = run("train", write(tmp_path, **changes), "--json", "--run-dir", run_dir, timeout_s=200)
+        ended = run("train", write(tmp_path, **changes), "--json", "--run-dir", run_dir)
     finally:
         kill_processes(tmp_path)
     summary = json.loads(ended.stdout.splitlines()[-1])

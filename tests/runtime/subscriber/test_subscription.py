@@ -24,6 +24,7 @@ from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import SUBSCRIBER, Rejected, TransportConfig
+from tests.limits import HANGS_S
 from tests.protocol.syncer_inputs import hello
 from tests.protocol.test_subscribers import close_round
 
@@ -88,7 +89,7 @@ class Run:
         """Let the syncer's thread do something, and wait until it is done."""
         done = threading.Event()
         self._commands.put(lambda: (command(), done.set()))
-        assert done.wait(60)
+        assert done.wait(HANGS_S)
 
     def train(self) -> None:
         """Close one round, on the syncer's thread."""

@@ -18,6 +18,7 @@ from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.records.status import compose_status
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.settings.run import RunConfig
+from tests.limits import HANGS_S
 from tests.protocol.syncer_inputs import hello, merged, report, value
 
 # Value by name and labels.
@@ -92,7 +93,7 @@ def served(exposed: Exposition) -> Iterator[str]:
 
 def get(url: str) -> str:
     """Return the text of a scrape."""
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=HANGS_S) as answer:
         text: str = answer.read().decode()
     return text
 

@@ -1,5 +1,6 @@
 """Prometheus gets the figures of a syncer over HTTP, with labels that cannot grow."""
 
+import contextlib
 import math
 import os
 import socket
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from diloco_jax.protocol.watch.terms import CONDITIONS
+from diloco_jax.runtime.syncer import exposition
 from diloco_jax.runtime.syncer.exposition import ABSENT, ISLANDS_MAX, STATES, expiries
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse
@@ -145,3 +147,17 @@ def test_bad_addresses_are_one_error(tmp_path: Path) -> None:
             result = call(role, config, "--run-dir", tmp_path / role)
             assert result.returncode == 2 and words in result.stderr, (role, result.stderr)
             assert "Traceback" not in result.stderr
+
+
+def test_idle_connections_have_few_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each connection takes a thread and a descriptor of the syncer."""
+    monkeypatch.setattr(exposition, "SCRAPERS_MAX", 2)
+    scraped = Scraped(tmp_path, config(), new())
+    with served(scraped.exposed) as url, contextlib.ExitStack() as idle:
+        scraped.tell(9.0)
+        where = ("127.0.0.1", int(url.rpartition(":")[2].partition("/")[0]))
+        held = [idle.enter_context(socket.create_connection(where, 20)) for _ in range(2)]
+        # A connection has its place once the server has accepted it, in their order.
+        assert idle.enter_context(socket.create_connection(where, 20)).recv(1) == b"", "the places are taken"
+        held[0].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert held[0].recv(100).startswith(b"HTTP/1.0 200")

@@ -16,7 +16,6 @@ from diloco_jax.transport.endpoints.grpc_link import listen
 from diloco_jax.transport.link import TransportConfig, TransportError
 
 NAMES = ("island-0", "island-1", "island-2")
-pytestmark = pytest.mark.timeout(60)
 
 
 def test_an_island_has_the_same_number_at_every_start_of_it_and_of_the_syncer(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from diloco_jax.settings.packed import packed
 from diloco_jax.settings.text import parse
 from diloco_jax.transport.trust.certificates import make as make_certificates
 from diloco_jax.transport.trust.certificates import settings as certificate_settings
+from tests.limits import HANGS_S
 from tests.protocol.syncer_inputs import new
 from tests.runtime.helpers import wait_for
 from tests.runtime.syncer.scraped import Scraped, get, one_round, served
@@ -89,7 +90,7 @@ def test_nobody_takes_them_for_configs_of_runs() -> None:
 
 
 def promtool(*words: object, text: str = "") -> str:
-    done = subprocess.run(["promtool", *map(str, words)], input=text, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["promtool", *map(str, words)], input=text, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -144,4 +145,4 @@ def test_a_real_prometheus_answers_every_question(url: str, tmp_path: Path) -> N
         assert {rule["health"] for rule in found} == {"ok"} and len(found) == 15
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(HANGS_S)

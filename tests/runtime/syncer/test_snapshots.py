@@ -29,6 +29,7 @@ from diloco_jax.runtime.syncer.snapshots import (
     set_others_aside,
     write_snapshot,
 )
+from tests.limits import HANGS_S
 from tests.runtime.models import gradient, make_model, merge
 
 # Orbax leaves coroutines behind when it finds a damaged folder
@@ -188,14 +189,14 @@ def test_one_at_a_time_in_the_background(tmp_path: Path, monkeypatch: pytest.Mon
 
     def slow(folder: Path, run: str, model: GlobalModel, capture: Capture, snapshot: Snapshot, *_: Any) -> Path:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(HANGS_S)
         steps.append(snapshot.global_step)
         return folder
 
     monkeypatch.setattr(snapshots, "write_snapshot", slow)
     writer = writer_of(tmp_path, model)
     writer.submit(*taken(model, 1))
-    assert begun.wait(30) and writer.busy, "so nobody captures another one"
+    assert begun.wait(HANGS_S) and writer.busy, "so nobody captures another one"
     # A waiting writer reports that it is alive.
     writer.wait(go_on.set)
     assert not writer.busy

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from diloco_jax.runtime.trackers import outlets
 from diloco_jax.runtime.trackers.built_in import OpenTelemetryTracker
-from diloco_jax.runtime.trackers.outlets import BUILT_IN, Aside, Outlets, close_all, find_callbacks, find_trackers
+from diloco_jax.runtime.trackers.outlets import Aside, Outlets, close_all, find_callbacks, find_trackers
 from diloco_jax.settings.run import RunConfig
+from tests.limits import HANGS_S
 
 calls: list[tuple[Any, ...]] = []
 RECORDS: list[dict[str, Any]] = [
@@ -63,13 +63,17 @@ def told(folder: Path, records: list[dict[str, Any]] = RECORDS, **settings: Any)
 class InMemory(OpenTelemetryTracker):
     """OpenTelemetry without a network."""
 
-    kept = InMemorySpanExporter()
+    kept: Any
 
     def exporter(self) -> Any:
         return self.kept
 
 
-def test_opentelemetry_gets_a_span_per_round_and_part(tmp_path: Path) -> None:
+@pytest.mark.extra("opentelemetry")
+def test_opentelemetry_gets_a_span_per_round_and_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    monkeypatch.setattr(InMemory, "kept", InMemorySpanExporter(), raising=False)
     record = {"kind": "round", "t": 7.5, "global_step": 4, "fragment_id": 2, "opened_s": 1.0, "met_s": 2.0}
     record |= {"closed_s": 2.5, "pulled_s": 6.0, "values": {"a": 3.0}}
     told(tmp_path, [record], trackers=[f"{__name__}:InMemory"])
@@ -120,11 +124,11 @@ def test_nobody_waits_for_what_hangs(monkeypatch: pytest.MonkeyPatch, caplog: py
     class Hangs:
         def log(self, number: int) -> None:
             began.set()
-            may_end.wait(60)
+            may_end.wait(HANGS_S)
 
     slow = Aside("slow", Hangs)
     slow.call("log", 0)
-    assert began.wait(60)
+    assert began.wait(HANGS_S)
     for number in range(5):
         slow.call("log", number)
     close_all([slow], 0.2)
@@ -187,12 +191,13 @@ RUNS = {"tensorboard": "tensorboard", "mlflow": "mlflow/store/[1-9]*/*/metrics",
 RUNS["wandb"] = "wandb/offline-run-*/*.wandb"
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [name if name == "tensorboard" else pytest.param(name, marks=pytest.mark.extra(name)) for name in RUNS]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_one_run_with_groups_even_after_a_restart(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    pytest.importorskip(BUILT_IN[name][1])
     # A tracker may start a service, which takes long on a busy machine.
     monkeypatch.setattr(outlets, "CLOSE_S", 90.0)
     half = len(RECORDS) // 4

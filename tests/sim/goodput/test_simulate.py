@@ -15,6 +15,7 @@ from diloco_jax.cli.main import main
 from diloco_jax.sim.goodput.hardware import Hardware
 from diloco_jax.sim.goodput.methods import Cell, simulate
 from diloco_jax.sim.goodput.simulate import Options, plan_cells, run_cells
+from tests.limits import HANGS_S
 from tests.runtime.helpers import wait_for
 
 QUICK = ["--methods", "rigid", "decoupled", "--learners", "2", "4", "--chips", "1.2m", "--hours", "0.5"]
@@ -48,7 +49,7 @@ def test_simulator_and_checkers_start_without_jax() -> None:
         "main(['simulate', '--fast', '--hours', '1']);"
         "assert not {'jax', 'numpy', 'grpc'} & set(sys.modules), sorted(sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=1000)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S)
     assert result.returncode == 0, result.stderr
 
 
@@ -129,7 +130,7 @@ def test_an_interrupt_ends_all_processes(after_s: float) -> None:
         assert b"20 simulations on 2 processes" in process.stderr.readline()
         time.sleep(after_s)
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANGS_S)
     assert process.returncode == 130 and b"Traceback" not in err
 
 
@@ -161,7 +162,7 @@ def test_processes_end_with_their_parent_and_are_missed() -> None:
             time.sleep(0.5)  # they start
             os.kill(process.pid if victim == "parent" else workers[0], signal.SIGKILL)
             wait_for(lambda workers=workers: not any(map(running, workers)), "their end")
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=HANGS_S)
         if victim == "worker":
             assert process.returncode == 1 and b"was killed" in err and b"Traceback" not in err
 

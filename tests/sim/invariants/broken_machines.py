@@ -25,11 +25,12 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import Start
-from diloco_jax.protocol.syncer.book import Round, RoundBook
+from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import Downstream, Progress
 from diloco_jax.protocol.syncer.roster import Roster
+from diloco_jax.protocol.syncer.round import Round
 
 
 def having(part: type, make: type[Syncer] | type[Learner]) -> Callable[..., Any]:
@@ -234,6 +235,13 @@ class Insistent(Downstream):
     def send(self, member: Member, fragment_id: int, *args: Any, **kwargs: Any) -> None:
         member.down.sent.pop(fragment_id, None)
         super().send(member, fragment_id, *args, **kwargs)
+
+
+class Insisting(RoundBook):
+    """Asks members that owe answers in every round."""
+
+    def _late(self, now_s: float) -> set[str]:
+        return set()
 
 
 class Confused(Downstream):

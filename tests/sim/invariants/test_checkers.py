@@ -22,10 +22,11 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.syncer.book import Round, RoundBook
+from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import Downstream
+from diloco_jax.protocol.syncer.round import Round
 from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.invariants import all as checkers
 from diloco_jax.sim.invariants.all import CHECKERS
@@ -64,6 +65,7 @@ WAITS = replace(
 FEW_TURNS = replace(SCENARIO, config=replace(CONFIG, wait_steps=0.5, num_fragments=2))
 QUORUM = replace(SCENARIO, config=replace(CONFIG, quorum=3))
 HOSTILE = replace(SCENARIO, faults=(Fault(5.0, "hostile", ("island-2",), 100.0),))
+MUTE = replace(SCENARIO, faults=(Fault(5.0, "mute", ("island-1",), 60.0),))
 LOCKSTEP = replace(SCENARIO, config=replace(CONFIG, overlap_steps=0, quorum=3))
 ONE_FRAGMENT = replace(SCENARIO, config=replace(CONFIG, num_fragments=1, sync_every=1, overlap_steps=3))
 FAILOVER = Scenario(
@@ -265,7 +267,7 @@ class Deaf(Syncer):
 
     def on_tick(self, now_s: float) -> list[Effect]:
         for this in self.rounds.flying.values():
-            this.resend_s = this.expires_s = now_s + 1000.0
+            this.resend_s = this.expires_s = this.owed_s = now_s + 1000.0
         return super().on_tick(now_s)
 
 
@@ -300,6 +302,7 @@ BROKEN = [
     (checkers.SharesAreTold, with_syncer(broken.Discreet), "is not told of its share"),
     (checkers.QuorumHolds, with_syncer(Hasty, QUORUM), "the quorum is 3"),
     (checkers.QuorumHolds, with_syncer(CountsTwice), "counted was"),
+    (checkers.OwedAreAskedLess, with_syncer(broken.Insisting, MUTE), "island-1 owes .* asks it before round"),
     (checkers.NeverWaits, with_learner(broken.Polite), "has trained, but does not step"),
     (checkers.WaitsBounded, with_learner(broken.Lingering, WAITS), "waited .* between two steps, limit"),
     (checkers.WaitsBounded, with_learner(broken.Lonely, WAITS), "waits without a link"),
@@ -388,6 +391,7 @@ def test_a_broken_machine_is_caught(checker: type[Checker], arguments: dict[str,
         POISON,
         STEPS,
         HOSTILE,
+        MUTE,
         replace(RECOVERY, load_s=3.0),
         replace(SCENARIO, merge_s=2.0),
     ],

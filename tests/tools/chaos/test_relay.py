@@ -13,9 +13,9 @@ from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.tools.chaos.relay import PIECES_MAX, READ_BYTES_MAX, Relay
 from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.link import TransportConfig, split_address
+from tests.limits import HANGS_S
 
 pytestmark = pytest.mark.net
-WAIT_S = 20.0
 
 
 class Ends:
@@ -23,20 +23,20 @@ class Ends:
 
     def __init__(self) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
-        self._server.settimeout(WAIT_S)
+        self._server.settimeout(HANGS_S)
         self.relay = Relay(f"127.0.0.1:{self._server.getsockname()[1]}")
         self._open: list[socket.socket] = []
         self.client, self.server = self.connect()
 
     def dial(self) -> socket.socket:
-        client = socket.create_connection(split_address(self.relay.address), timeout=WAIT_S)
+        client = socket.create_connection(split_address(self.relay.address), timeout=HANGS_S)
         self._open.append(client)
         return client
 
     def connect(self) -> tuple[socket.socket, socket.socket]:
         client = self.dial()
         server, _ = self._server.accept()
-        server.settimeout(WAIT_S)
+        server.settimeout(HANGS_S)
         self._open.append(server)
         client.sendall(b"!")
         # The relay has recorded the connection now.
@@ -79,7 +79,7 @@ def silent(end: socket.socket) -> bool:
     except BlockingIOError:
         return True
     finally:
-        end.settimeout(WAIT_S)
+        end.settimeout(HANGS_S)
 
 
 def pattern(size: int) -> bytes:
@@ -205,8 +205,8 @@ def test_target_is_asked_at_every_connection_and_may_be_away() -> None:
         with pytest.raises(ConnectionResetError), socket.create_connection(split_address(relay.address)) as early:
             early.recv(1)
         addresses.append(f"127.0.0.1:{target.getsockname()[1]}")
-        target.settimeout(WAIT_S)
-        with socket.create_connection(split_address(relay.address), timeout=WAIT_S) as client:
+        target.settimeout(HANGS_S)
+        with socket.create_connection(split_address(relay.address), timeout=HANGS_S) as client:
             server, _ = target.accept()
             with server:
                 passes(client, server, b"hi")
@@ -244,7 +244,7 @@ def test_no_damaged_payload_arrives_and_the_session_ends_on_both_sides(fault: st
         link = grpc_link.connect(config, run_id="run", learner_id="a", incarnation=0)
         payload = pattern(1 << 20)
         link.send(VALUE, payload)
-        first = listener.receive(WAIT_S)
+        first = listener.receive(HANGS_S)
         assert first is not None and first.payload == payload
         if fault in ("rst", "fin"):
             assert relay.cut("rst" if fault == "rst" else "fin") == 1 + CONFIG.stripes
@@ -254,12 +254,12 @@ def test_no_damaged_payload_arrives_and_the_session_ends_on_both_sides(fault: st
             relay.damage("up", repeat=100)
         if fault in ("flip", "repeat"):
             link.send(VALUE, payload)
-        heard = [listener.receive(WAIT_S)]
+        heard = [listener.receive(HANGS_S)]
         while heard[-1] is not None and heard[-1].kind == "message":
             assert heard[-1].payload in (b"", payload)
-            heard.append(listener.receive(WAIT_S))
+            heard.append(listener.receive(HANGS_S))
         assert heard[-1] is not None and heard[-1].kind == "disconnected"
-        ending = link.receive(WAIT_S)
+        ending = link.receive(HANGS_S)
         assert ending is not None and ending.kind == "disconnected"
         link.close(1.0)
     listener.close(1.0)

@@ -17,7 +17,7 @@ from diloco_jax.tools.chaos.schedule import FIRST, KINDS, LAST, SIGNS, SYNCER_KI
 from diloco_jax.transport.trust import certificates
 from tests.runtime.helpers import call, merged, processes_of, run, write_config
 
-pytestmark = [pytest.mark.net, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.net
 
 CHANGES = {
     "islands": {"devices": 1, "batch_size": 4},
@@ -36,7 +36,7 @@ ALL = ("kill,kill-syncer,kill-donor,stop-syncer,black-hole,duplicate,slow-link,f
 def test_everything_comes_back(tmp_path: Path, kinds: str, islands: int, steps: int, faults: int, seed: int) -> None:
     config = write_config(tmp_path, **merged(CHANGES, {"train": {"steps": steps}, "islands": {"count": islands}}))
     words = ("--faults", faults, "--seed", seed, "--kinds", kinds, "--run-dir", tmp_path / "run", "--json")
-    result = run("chaos", config, *words, timeout_s=1100)
+    result = run("chaos", config, *words)
     assert result.returncode == 0, result.stdout + result.stderr
     told = json.loads(result.stdout)
     assert told["problems"] == []
@@ -84,7 +84,7 @@ def test_every_alarm_is_shown_by_a_fault(tmp_path: Path) -> None:
         asked: dict[str, Any] = {"faults": len(kinds), "steps": 16_000, "silence_s": 2.0}
         targets = [(each.kind, each.target) for each in draw_schedule(1604, names, **asked, kinds=[*kinds])]
         words = ("--faults", len(kinds), "--seed", 1604, "--kinds", ",".join(kinds), "--json")
-        result = run("chaos", config, *words, "--run-dir", tmp_path / "disk" / "run", timeout_s=1100)
+        result = run("chaos", config, *words, "--run-dir", tmp_path / "disk" / "run")
         records = list(read_metrics(tmp_path / "disk" / "run" / "metrics.jsonl"))
         summary = json.loads((tmp_path / "disk" / "run" / "summary.json").read_text())
     begins = [record for record in records if record["kind"] == "alarm" and record["state"] == "begins"]

@@ -29,11 +29,11 @@ from diloco_jax.transport.endpoints.greeting import Description, ModelDesk
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportError
 from diloco_jax.transport.trust import certificates, security
+from tests.limits import HANGS_S
 from tests.runtime.helpers import start, write_config
 from tests.sockets import free_port
 
 pytestmark = pytest.mark.net
-WAIT_S = 20.0
 PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -60,14 +60,14 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the time limits to what a loaded machine needs."""
-    monkeypatch.setattr(security, "PROBE_TIMEOUT_S", WAIT_S)
-    monkeypatch.setattr(doctor_link, "REACH_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(security, "PROBE_TIMEOUT_S", HANGS_S)
+    monkeypatch.setattr(doctor_link, "REACH_TIMEOUT_S", HANGS_S)
 
 
 @pytest.fixture
 def config(tmp_path: Path, ours: Path) -> RunConfig:
     base = load(write_config(tmp_path))
-    changes: dict[str, Any] = {**certificates.settings(ours), "connect_timeout_s": WAIT_S}
+    changes: dict[str, Any] = {**certificates.settings(ours), "connect_timeout_s": HANGS_S}
     transport = dataclasses.replace(base.transport, **changes)
     return dataclasses.replace(base, transport=transport)
 
@@ -265,7 +265,7 @@ def test_the_command_listens_until_it_is_interrupted(tmp_path: Path, config: Run
         greeting = greet(transport, "island-0")
         assert greeting.run_id == "small" and greeting.settings["sequence length"] == "32"
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=WAIT_S)
+        process.communicate(timeout=HANGS_S)
     finally:
         process.kill()
         process.communicate()

@@ -61,14 +61,16 @@ def close(ours: np.ndarray, theirs: np.ndarray) -> bool:
     return bool(np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max())
 
 
+@pytest.mark.extra("parity")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(("family", "stacked", "targets"), CASES)
 def test_peft_and_transformers_compute_what_the_run_does(
     tmp_path: Path, family: str, stacked: bool, targets: tuple[str, ...]
 ) -> None:
-    torch = pytest.importorskip("torch", reason="the extra parity is not installed")
-    transformers = pytest.importorskip("transformers", reason="the extra parity is not installed")
-    peft = pytest.importorskip("peft", reason="peft is not installed")
+    import peft
+    import torch
+    import transformers
+
     run = run_with_adapters(tmp_path, family, stacked, targets)
     assert export(run, tmp_path / "adapter") == 0 and export(run, tmp_path / "merged", "--merged") == 0
     ours, how = logits_of_run(run), {"dtype": torch.float32, "attn_implementation": "eager"}

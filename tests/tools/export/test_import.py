@@ -1,6 +1,7 @@
 """Public models in: what is wrong with a folder is told before anything trains; a config evaluates what it names."""
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from diloco_jax.runtime.local.baseline import DataParallelRun
 from diloco_jax.runtime.syncer.begin import FAILOVER, begin
 from diloco_jax.settings.text import load
 from diloco_jax.training.convert import weights
-from diloco_jax.training.data.tokenizer import open_tokenizer, train_tokenizer
+from diloco_jax.training.data.tokenizer import TOKENIZER_FILE, open_tokenizer, train_tokenizer
 from diloco_jax.training.models.config import LoraConfig, ModelConfig
 from tests.tools.export.folders import drawn, loss_of_theirs, make_run, model_of
 
@@ -46,10 +47,12 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.extra("parity")
 def test_transformers_opens_an_export_and_a_config_evaluates_it(
     public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    transformers = pytest.importorskip("transformers", reason="the extra 'parity' has torch and transformers")
+    import transformers
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(public / "llama")
     assert tokenizer.encode(TEXT[:200]) == open_tokenizer(public / "tokenizer").encode(TEXT[:200])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(public / "llama")
@@ -118,6 +121,16 @@ def only(name: str) -> Callable[[Path], None]:
     return change
 
 
+def pipe(name: str) -> Callable[[Path], None]:
+    """Replace a file by a named pipe, which waits for a writer when it is opened."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return change
+
+
 def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
     return lambda folder: [change(folder) for change in changes] and None
 
@@ -136,6 +149,9 @@ def copy_tensor(folder: Path, name: str) -> None:
     [
         (bytes_of(lambda raw: raw[:-50]), [FIRST, "damaged, or not a safetensors file"]),
         (bytes_of(lambda raw: b"\xff" * 8 + raw[8:]), [FIRST, "damaged, or not a safetensors file"]),
+        (pipe(FIRST), [FIRST, "it is a named pipe, and not a regular file"]),
+        (pipe("config.json"), ["config.json cannot be read: it is a named pipe"]),
+        (pipe(TOKENIZER_FILE), [f"{TOKENIZER_FILE} is damaged: it is a named pipe"]),
         (lambda folder: (folder / FIRST).unlink(), ["lacks 1 of 2 files", FIRST]),
         (lambda folder: (folder / weights.INDEX_FILE).unlink(), ["has 2 *.safetensors", "copy the whole model"]),
         (lambda folder: (folder / "config.json").unlink(), ["config.json cannot be read", "No such file"]),

@@ -23,6 +23,7 @@ from diloco_jax.tools.export import serving
 from diloco_jax.tools.export.files import ModelWriter
 from diloco_jax.tools.export.kept import NEWEST, VERSION_FILE, KeptModels
 from diloco_jax.tools.export.serving import ModelServer
+from tests.limits import HANGS_S
 from tests.tools.export.folders import drawn, make_run, model_of
 
 pytestmark = pytest.mark.net
@@ -108,8 +109,9 @@ def test_orbax_opens_the_folder(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.extra("parity")
 def test_transformers_opens_the_folder_and_finds_what_export_writes(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
 
     config = RunConfig(model=model_of())
     values = drawn(config.model)
@@ -222,7 +224,7 @@ def test_the_server_has_the_files_of_the_models_and_no_others(tmp_path: Path) ->
             "/[",
         ):
             # http.client sends the path as it is.
-            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=HANGS_S)
             connection.request("GET", f"/{path}")
             assert connection.getresponse().status == 404, path
             connection.close()
@@ -247,3 +249,18 @@ def test_the_server_takes_few_connections_and_no_strangers(tmp_path: Path, monke
             assert second.recv(1) == b"", "one place, and it is taken"
         first.sendall(b"\r\n")
         assert first.recv(1 << 16).startswith(b"HTTP/1.0 200")
+
+
+def test_a_request_under_a_foreign_name_is_refused(tmp_path: Path) -> None:
+    """A page of another site may point its own name at this address, and let a browser read the model."""
+    with kept(tmp_path / "model") as models:
+        models.put(model(4), all_of)
+    with ModelServer(tmp_path / "model", "127.0.0.1:0", allow_plaintext=False) as server:
+        port = server.server_port
+        ours = [f"127.0.0.1:{port}", f"localhost:{port}", "LOCALHOST", f"[::1]:{port}", ""]
+        foreign = [f"evil.example:{port}", "127.0.0.1.evil.example", "["]
+        for host, status in [*((each, 200) for each in ours), *((each, 421) for each in foreign)]:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+            connection.request("GET", "/", headers={"Host": host})
+            assert connection.getresponse().status == status, host
+            connection.close()

@@ -13,6 +13,7 @@ import yaml
 from diloco_jax.cli.main import main
 from diloco_jax.settings.text import load
 from diloco_jax.training.data.tokenizer import train_tokenizer
+from tests.limits import SLOW_HANGS_S
 from tests.runtime.helpers import ROOT, merged, processes_of, run, start, status, wait_for
 from tests.tools.export.folders import drawn, loss_of_theirs, make_run, model_of
 from tests.training.convert.cases import LIST
@@ -74,18 +75,19 @@ def prepare(folder: Path, name: str) -> tuple[Path, Path]:
 @pytest.mark.net
 # Fast tests beside this one, and test_stores.py and test_mixture.py of tests/training, cover the parts.
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.extra("parity")
 @pytest.mark.parametrize("name", ["ours", "gemma4_shared", "qwen3_5"])
 def test_continued_pre_training(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    transformers = pytest.importorskip("transformers", reason="the extra 'parity' has torch and transformers")
+    import transformers
+
     _, config = prepare(tmp_path, name)
     run_dir, out = tmp_path / "run", tmp_path / "out"
 
     training = start("train", config, "--run-dir", run_dir, "--quiet")
-    wait_for(lambda: status(run_dir).get("global_step", 0) > 20, "training", 900)
+    wait_for(lambda: status(run_dir).get("global_step", 0) > 20, "training", training, SLOW_HANGS_S)
     victim = next(pid for pid, command in processes_of(run_dir).items() if "--island island-2" in command)
     os.kill(victim, signal.SIGKILL)
-    output, _ = training.communicate(timeout=1000)
+    output, _ = training.communicate(timeout=SLOW_HANGS_S)
     assert training.returncode == 0, output
     assert json.loads((run_dir / "summary.json").read_text())["learners"]["island-2"]["restarts"] == 1
     assert main(["audit", str(run_dir), "--json"]) == 0

@@ -20,7 +20,6 @@ PAGE = (ROOT / "docs" / "after.md").read_text(encoding="utf-8")
 # The test makes three runs; tests/training/models has what vision models compute.
 @pytest.mark.slow
 @pytest.mark.net
-@pytest.mark.timeout(600)
 def test_images_are_learned_evaluated_audited_and_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,57 +5,44 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
 
 from diloco_jax.cli import main as cli
-from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.settings.text import parse
 from diloco_jax.tools.inference.language import Language, Writing
-from diloco_jax.training.models.protocol import join_model, load_model, split_model
 from tests.runtime.helpers import SMALL, merged
+from tests.tools.inference.known import Known
 
 CONTEXT = 40
-SIZES = {**SMALL["model"]["args"], "seq_len_max": 80}
+SIZES = {**SMALL["model"]["args"], "seq_len_max": 80, "scan_layers": True}
 BUILT_IN = {"module": "diloco_jax.training.models.decoder:Decoder", "args": SIZES}
 ASKED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("tasks.yaml").read_text())
 
 
-class Known:
-    """A model far from its even beginning: in use, and by its logits alone."""
+class Text(Known):
+    """A model of bytes."""
 
-    def __init__(self, folder: Path) -> None:
-        (folder / "text").write_text("some text of no importance\n" * 2000)
-        changes = {"train": {"seq_len": CONTEXT}, "data": {"path": str(folder / "text")}, "model": BUILT_IN}
-        config, rng = parse(merged(SMALL, changes), "the test"), np.random.default_rng(3)
-        drawn = dict(Evaluator(config).initial_parameters())
-        parameters = {path: np.float32(value + 0.2 * rng.normal(size=value.shape)) for path, value in drawn.items()}
-        self.language = Language(config, parameters)
-        graphdef, _ = split_model(load_model(config.model.module, SIZES, 0))
-        model: Any = join_model(graphdef, {path: jnp.asarray(value) for path, value in parameters.items()})
-        self._program = jax.jit(lambda tokens: model(tokens))
-
-    def logits(self, text: bytes) -> np.ndarray:
-        """What comes after each byte."""
-        tokens = np.frombuffer(text.ljust(80), np.uint8).astype(np.int32)
-        return np.asarray(self._program(tokens[None]), np.float64)[0, : len(text)]
+    def after(self, text: bytes) -> np.ndarray:
+        """Return the logits of what follows each byte."""
+        return self.logits([*text], CONTEXT)
 
     def likelihood(self, given: bytes, asked: bytes) -> tuple[float, bool]:
-        rows = self.logits((given + asked)[-CONTEXT - 1 : -1])[-len(asked) :]
+        rows = self.after((given + asked)[-CONTEXT - 1 : -1])[-len(asked) :]
         said = rows - np.log(np.exp(rows).sum(1, keepdims=True))
         return said[range(len(asked)), list(asked)].sum(), bytes(rows.argmax(1).tolist()) == asked
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Known:
-    return Known(tmp_path_factory.mktemp("known"))
+def known(tmp_path_factory: pytest.TempPathFactory, quick_compiler: None) -> Text:
+    text = tmp_path_factory.mktemp("known") / "text"
+    text.write_text("some text of no importance\n" * 2000)
+    return Text(merged(SMALL, {"train": {"seq_len": CONTEXT}, "data": {"path": str(text)}, "model": BUILT_IN}))
 
 
-def test_likelihoods_are_those_of_the_logits(known: Known) -> None:
-    sure = bytes([known.logits(b"def ")[-1].argmax()])
+def test_likelihoods_are_those_of_the_logits(known: Text) -> None:
+    sure = bytes([known.after(b"def ")[-1].argmax()])
     # The rows need two calls, of two lengths.
     rows = [(b"a", b"bc"), (b"def ", sure), (b"x" * 70, b"yz"), (b"q" * 20, b"r" * 15)] * 6
     found = known.language.likelihoods([(list(given), list(asked)) for given, asked in rows])
@@ -67,13 +54,13 @@ def test_likelihoods_are_those_of_the_logits(known: Known) -> None:
         known.language.likelihoods([([1], [2] * 41)])
 
 
-def test_what_it_writes_is_likeliest_or_follows_the_seed(known: Known) -> None:
+def test_what_it_writes_is_likeliest_or_follows_the_seed(known: Text) -> None:
     def text(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, count: int = 60) -> str:
         return "".join(known.language.write("def ", count, Writing(temperature, top_p, seed)))
 
     expected = b"def "
     for _ in range(26):  # over three pieces
-        expected += bytes([known.logits(expected)[-1].argmax()])
+        expected += bytes([known.after(expected)[-1].argmax()])
     assert b"\0" not in expected and text(count=26) == expected[4:].decode(errors="replace")
     assert text(2.0) == text(2.0) != text(2.0, seed=1)
     assert text(2.0, 1e-6) == text(2.0, 1e-6, seed=1) == text()
@@ -104,8 +91,8 @@ def test_without_lm_eval_tasks_name_the_extra(
     assert "pip install -e '.[eval]'" in capsys.readouterr().err
 
 
-def test_scores_of_local_tasks(tmp_path: Path, known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+@pytest.mark.extra("eval")
+def test_scores_of_local_tasks(tmp_path: Path, known: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     from diloco_jax.tools.inference.harness import ask_tasks
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")

@@ -8,12 +8,14 @@ from pathlib import Path
 from diloco_jax.settings.text import load
 from diloco_jax.tools.launch.launcher import Plan
 from diloco_jax.tools.launch.write import WAYS, write
+from tests.limits import HANGS_S
 
 TESTDATA = Path(__file__).parent / "testdata"
 CONFIGS = Path(__file__).parents[3] / "configs"
 
-# Every call is words ended by NUL, and RECORD. What is "there" is what $THERE says: all, or nothing.
-RECORD = "\x1e"
+# Every call is words ended by NUL, the last of them a record separator. What is "there" is what $THERE says: all, or
+# nothing.
+RECORD = "\x1e\0"
 GPU = ("--islands.each", "{}", "--islands.devices", "4", "--islands.hosts", "2", "--gpu.accelerator", "H100")
 PATHWAYS = ("--islands.each", "{}", "--islands.topology", "v5p:2x2x2", "--islands.zone", "us-east5-a")
 PATHWAYS += (
@@ -64,7 +66,7 @@ class Stage:
         """Run one of the scripts."""
         self._calls.unlink(missing_ok=True)
         environment = self.environment(there, **more)
-        return subprocess.run(words, cwd=self.out, env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(words, cwd=self.out, env=environment, capture_output=True, text=True, timeout=HANGS_S)
 
     @property
     def calls(self) -> list[list[str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.cli.main import main
+from tests.limits import SLOW_HANGS_S
 from tests.sockets import free_port
 from tests.tools.launch.helpers import GPU, TESTDATA
 
@@ -43,7 +44,6 @@ TINY = {
 
 @pytest.mark.slow
 @pytest.mark.net
-@pytest.mark.timeout(600)
 def test_slurm_trains_to_the_end_on_emulated_hosts(tmp_path: Path) -> None:
     out, stand_ins = tmp_path / "out", tmp_path / "bin"
     stand_ins.mkdir()
@@ -62,7 +62,7 @@ def test_slurm_trains_to_the_end_on_emulated_hosts(tmp_path: Path) -> None:
         ["./create.sh"], cwd=out, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as started:
         try:
-            told, _ = started.communicate(timeout=500)
+            told, _ = started.communicate(timeout=SLOW_HANGS_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(started.pid, signal.SIGKILL)

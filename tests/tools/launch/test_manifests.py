@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -29,12 +27,13 @@ VARIANTS = (
 )
 
 
-CRD = jsonschema.Draft202012Validator(json.loads((TESTDATA / "jobset_crd.json").read_text(encoding="utf-8")))
-
-
 def problems(jobset: dict[str, Any]) -> list[str]:
     """Hold a JobSet against its own schema, and its template against that of Jobs."""
-    found = [error.message for error in CRD.iter_errors(jobset)]
+    import jsonschema
+    import kubernetes_validate
+
+    schema = json.loads((TESTDATA / "jobset_crd.json").read_text(encoding="utf-8"))
+    found = [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(jobset)]
     for each in jobset["spec"]["replicatedJobs"]:
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **each["template"]}
         try:
@@ -54,8 +53,11 @@ def of_kind(kind: str, *overrides: str) -> list[dict[str, Any]]:
     return [each for each in manifests(*overrides) if each["kind"] == kind]
 
 
+@pytest.mark.extra("dev")
 @pytest.mark.parametrize("overrides", VARIANTS)
 def test_kubernetes_takes_core_types_and_jobsets(overrides: tuple[str, ...]) -> None:
+    import kubernetes_validate
+
     core = [each for each in manifests(*overrides) if each["kind"] not in ("JobSet", "PodMonitoring")]
     assert {each["kind"] for each in core} == {"Namespace", "ServiceAccount", "ConfigMap", "StatefulSet", "Service"}
     for each in core:
@@ -65,6 +67,7 @@ def test_kubernetes_takes_core_types_and_jobsets(overrides: tuple[str, ...]) -> 
     assert [problems(each) for each in found] == [[], []]
 
 
+@pytest.mark.extra("dev")
 @pytest.mark.parametrize(
     "change",
     [

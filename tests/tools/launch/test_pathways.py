@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -36,8 +35,11 @@ def pods(*overrides: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return head["template"]["spec"]["template"]["spec"], worker["template"]["spec"]["template"]["spec"]
 
 
+@pytest.mark.extra("dev")
 @pytest.mark.parametrize("overrides", [(), SPOT, ("--syncer.metrics", "0.0.0.0:9464")])
 def test_kubernetes_takes_everything(overrides: tuple[str, ...]) -> None:
+    import kubernetes_validate
+
     assert problems(jobset(*overrides)) == []
     core = [each for each in manifests(*overrides) if each["kind"] not in ("JobSet", "PodMonitoring")]
     assert {each["kind"] for each in core} == {"Namespace", "ServiceAccount", "ConfigMap", "StatefulSet", "Service"}
@@ -160,6 +162,7 @@ OURS = {
 JAX_VARIABLES = ("JAX_PLATFORMS", "JAX_BACKEND_TARGET", "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS")
 
 
+@pytest.mark.extra("pathways")
 def test_pathwaysutils_builder_writes_the_same() -> None:
     try:
         builder = importlib.import_module("pathwaysutils.experimental.gke.jobset")

@@ -1,23 +1,59 @@
 """The scripts do what they say, in the right order, with stand-ins for gcloud, kubectl and diloco."""
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from tests.limits import HANGS_S
 from tests.tools.launch.gcloud_flags import EVERYWHERE, FLAGS, command_of, flags_of
 from tests.tools.launch.helpers import GPU, Stage, plan
 
 WAYS = ("gke", "pathways", "gce", "tpu-vm")
-SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 
 
 @pytest.fixture(params=WAYS)
 def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
     return Stage(tmp_path, plan(request.param))
+
+
+class Run(NamedTuple):
+    """One run of a script, and the calls that it made."""
+
+    output: str
+    calls: list[list[str]]
+
+    def gcloud(self, verb: str) -> list[list[str]]:
+        """List the calls of gcloud with this verb."""
+        return gcloud(self.calls, verb)
+
+
+Recorded = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Return a function that runs a script of a plan, which succeeds; asked again it returns the same run."""
+
+    @functools.cache
+    def stage_of(way: str, overrides: tuple[str, ...]) -> Stage:
+        return Stage(tmp_path_factory.mktemp(way), plan(way, *overrides))
+
+    @functools.cache
+    def run(way: str, script: str, there: str, overrides: tuple[str, ...]) -> Run:
+        stage = stage_of(way, overrides)
+        result = stage.run(script, there=there)
+        assert result.returncode == 0, result.stderr
+        return Run(result.stdout, stage.calls)
+
+    return lambda way, script, there, overrides=(): run(way, script, there, overrides)
 
 
 def test_scripts_can_be_executed_and_stop_at_failures(stage: Stage) -> None:
@@ -28,32 +64,30 @@ def test_scripts_can_be_executed_and_stop_at_failures(stage: Stage) -> None:
         assert "set -euo pipefail" in path.read_text(encoding="utf-8")
 
 
-def gcloud(stage: Stage, verb: str) -> list[list[str]]:
+def gcloud(calls: list[list[str]], verb: str) -> list[list[str]]:
     """List the calls of gcloud with this verb."""
-    return [words for words in stage.calls if words[0] == "gcloud" and verb in words]
+    return [words for words in calls if words[0] == "gcloud" and verb in words]
 
 
-def test_a_second_time_makes_nothing(stage: Stage) -> None:
-    assert stage.run("./create.sh").returncode == 0
-    assert gcloud(stage, "create")
-    assert stage.run("./create.sh", there="all").returncode == 0
-    assert not gcloud(stage, "create")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_time_makes_nothing(recorded: Recorded, way: str) -> None:
+    assert recorded(way, "./create.sh", "nothing").gcloud("create")
+    assert not recorded(way, "./create.sh", "all").gcloud("create")
 
 
-def test_delete_takes_away_what_create_made_but_the_disk(stage: Stage) -> None:
-    def things(verb: str) -> set[tuple[str, ...]]:
+@pytest.mark.parametrize("way", WAYS)
+def test_delete_takes_away_what_create_made_but_the_disk(recorded: Recorded, way: str) -> None:
+    def things(run: Run, verb: str) -> set[tuple[str, ...]]:
         found = set()
-        for words in gcloud(stage, verb):
+        for words in run.gcloud(verb):
             where = words.index(verb)
             name = next(w for w in words[where + 1 :] if not w.startswith("-") and w != "workload-policy")
             found.add((*words[1:where], name))
         return {each for each in found if not {"clusters", "disks", "routers"} & set(each)}
 
-    stage.run("./create.sh")
-    made = things("create")
-    assert stage.run("./delete.sh", there="all").returncode == 0
-    assert made and things("delete") == made
-    assert not any("disks" in words for words in stage.calls)
+    made, deleted = recorded(way, "./create.sh", "nothing"), recorded(way, "./delete.sh", "all")
+    assert things(made, "create") and things(deleted, "delete") == things(made, "create")
+    assert not any("disks" in words for words in deleted.calls)
 
 
 def test_delete_continues_after_a_failure(stage: Stage) -> None:
@@ -68,7 +102,7 @@ def test_an_unanswered_question_is_not_a_no(stage: Stage) -> None:
     for name in ("./create.sh", "./delete.sh"):
         result = stage.run(name, there="unknown")
         assert result.returncode == 1 and "your login has expired" in result.stderr
-        assert not gcloud(stage, "create") and not gcloud(stage, "delete")
+        assert not gcloud(stage.calls, "create") and not gcloud(stage.calls, "delete")
 
 
 def test_create_stops_at_the_first_failure(stage: Stage) -> None:
@@ -77,16 +111,16 @@ def test_create_stops_at_the_first_failure(stage: Stage) -> None:
     assert "create small-island-0" in " ".join(stage.calls[-1])
 
 
-@pytest.mark.parametrize("stage", ["gke", "gce", "tpu-vm"], indirect=True)
-def test_islands_get_the_address_and_only_their_own_certificates(stage: Stage) -> None:
-    result = stage.run("./create.sh")
-    everything = "\n".join(" ".join(words) for words in stage.calls)
+@pytest.mark.parametrize("way", ["gke", "gce", "tpu-vm"])
+def test_islands_get_the_address_and_only_their_own_certificates(recorded: Recorded, way: str) -> None:
+    run = recorded(way, "./create.sh", "nothing")
+    everything = "\n".join(" ".join(words) for words in run.calls)
     assert "10.1.2.3:50051" in everything
-    for_island_1 = [words for words in stage.calls if any("island-1" in word for word in words)]
+    for_island_1 = [words for words in run.calls if any("island-1" in word for word in words)]
     own = " ".join(word for words in for_island_1 if words[0] != "diloco" for word in words)
     assert own and not any(key in own for key in ("island-0.key", "syncer.key", "ca.key"))
     # The output lists the files in the archives for Secret Manager.
-    assert "ca.key" not in result.stdout
+    assert "ca.key" not in run.output
     assert "ca.key" not in everything
 
 
@@ -122,23 +156,19 @@ VARIANTS = (
 TRIED = {"gke": 5, "pathways": 2, "gce": 3, "tpu-vm": 4}
 
 
-def calls_of_gcloud(folder: Path) -> list[list[str]]:
-    """One call for each command and set of flags."""
+def calls_of_gcloud(recorded: Recorded) -> list[list[str]]:
+    """Return one call for each command and set of flags."""
     found: dict[tuple[str, ...], list[str]] = {}
     for way, count in TRIED.items():
         for number, overrides in enumerate(VARIANTS[:count]):
-            place = folder / f"{way}-{number}"
-            place.mkdir()
-            stage = Stage(place, plan(way, *overrides))
             for name, there in (("./create.sh", "nothing"), ("./delete.sh", "all"))[: 1 if number else 2]:
-                assert stage.run(name, there=there).returncode == 0
-                for words in stage.calls:
+                for words in recorded(way, name, there, overrides).calls:
                     if words[0] == "gcloud":
                         found[command_of(words), *sorted(flags_of(words))] = words
     return list(found.values())
 
 
-@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed")
+@pytest.mark.extra("dev")
 @pytest.mark.parametrize("way", [*WAYS, "slurm", "sky"])
 def test_shellcheck_finds_nothing(way: str, tmp_path: Path) -> None:
     stage = Stage(tmp_path, plan(way, *(GPU if way in ("slurm", "sky") else ())))
@@ -147,9 +177,9 @@ def test_shellcheck_finds_nothing(way: str, tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
-def test_flags_are_known(tmp_path: Path) -> None:
+def test_flags_are_known(recorded: Recorded) -> None:
     used: dict[str, set[str]] = {name: set() for name in FLAGS}
-    for words in calls_of_gcloud(tmp_path):
+    for words in calls_of_gcloud(recorded):
         command = command_of(words)
         assert command, f"{words} is none of the commands in gcloud_flags.py"
         used[command] |= flags_of(words)
@@ -161,9 +191,8 @@ def test_flags_are_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("gcloud") is None, reason="gcloud is not installed")
-def test_gcloud_parses_every_call(tmp_path: Path) -> None:
+def test_gcloud_parses_every_call(tmp_path: Path, recorded: Recorded) -> None:
     """Without an account it reads all flags, and then says that there is no account."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("CLOUDSDK_", "GOOGLE_"))},
@@ -175,13 +204,13 @@ def test_gcloud_parses_every_call(tmp_path: Path) -> None:
         "CLOUDSDK_PROXY_ADDRESS": "127.0.0.1",
         "CLOUDSDK_PROXY_PORT": "9",
     }
-    calls = calls_of_gcloud(tmp_path)
+    calls = calls_of_gcloud(recorded)
     # The command reads the files that it names.
-    files = tmp_path / "gce-0" / "out"
+    files = Stage(tmp_path, plan("gce")).out
     wrong = []
     for words in calls:
         result = subprocess.run(
-            words, cwd=files, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+            words, cwd=files, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=HANGS_S
         )
         if "do not currently have an active account" not in result.stderr:
             wrong.append(f"{words}: {result.stderr}")

@@ -37,6 +37,9 @@ from diloco_jax.tools.replay.script import (
 from tests.runtime.helpers import SMALL, merged
 from tests.runtime.taped_pair import TapedPair
 
+# Whether a repetition is the same does not depend on what LLVM optimizes.
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
 STEPS = 100
 SAMPLES = 4
 
@@ -47,6 +50,8 @@ def config_of(pair: TapedPair, **changes: Any) -> RunConfig:
         "islands": {"count": 2, "devices": 1, "batch_size": SAMPLES},
         "train": {"steps": STEPS, "eval_every": 0},
         "protocol": asdict(pair.config),
+        # Half of the code to compile.
+        "model": {"args": {**SMALL["model"]["args"], "scan_layers": True}},
     }
     return parse(merged(merged(SMALL, settings), changes), "the test")
 
@@ -269,14 +274,13 @@ class Alone:
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+def trainer(tmp_path_factory: pytest.TempPathFactory, quick_compiler: None) -> Trainer:
     """One island for all tests of single lives."""
     config = config_of(TapedPair(tmp_path_factory.mktemp("trainer")), wire={"up": "int8"}, adopt={"mode": "rebase"})
     model = Evaluator(config)
     return Trainer(resolve(config, model.shapes, model.kinds))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", ["overwrite", "blend", "rebase"])
 def test_life_is_repeated_step_by_step(
     tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, mode: Literal["overwrite", "blend", "rebase"]
@@ -328,7 +332,6 @@ def test_life_is_repeated_step_by_step(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_synthetic_tapes_train_a_model(tmp_path: Path) -> None:
     """Twice the same; and the checkpoint is that of the model."""
     pair = eventful(tmp_path / "tapes")
@@ -346,7 +349,6 @@ def test_synthetic_tapes_train_a_model(tmp_path: Path) -> None:
     assert digest_of(parameters) == result["sha256"] and meta["global_step"] == result["global_steps"]
 
 
-@pytest.mark.timeout(300)
 def test_going_back_leaves_no_trace(tmp_path: Path) -> None:
     """Rounds between a snapshot and the death of all processes do not change the model of the resumed run."""
     pair = trained(tmp_path, 10, "a", "b", step_samples=SAMPLES, snapshot_every=4)

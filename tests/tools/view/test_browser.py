@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.protocol.watch.alarms import Alarm
+from tests.limits import HANGS_S
 from tests.runtime.helpers import SLOW_STEP_S, kill_processes, processes_of, start, wait_for, write_config
 from tests.sockets import free_port
 from tests.tools.view.browser import CHROMIUM, Browser
@@ -140,7 +141,6 @@ def test_without_the_token_it_says_what_to_do(browser: Browser, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_real_run_whose_island_and_syncer_are_killed_while_the_page_is_open(browser: Browser, tmp_path: Path) -> None:
     run_dir, page = tmp_path / "run", f"127.0.0.1:{free_port()}"
     changes = {"train": {"steps": 100_000}, "syncer": {"page": page}, "islands": {"restart_delay_s": 5.0}}
@@ -175,5 +175,5 @@ def test_a_real_run_whose_island_and_syncer_are_killed_while_the_page_is_open(br
         browser.problems.clear()
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=HANGS_S)
         kill_processes(run_dir)

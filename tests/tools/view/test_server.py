@@ -17,6 +17,7 @@ from diloco_jax.tools.view.feed import RunFeed
 from diloco_jax.tools.view.server import PageServer
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.trust.certificates import make, settings
+from tests.limits import HANGS_S
 from tests.runtime.helpers import call
 from tests.tools.view.made import MADE, append, left, made_run
 
@@ -37,7 +38,7 @@ def served(*folders: Path, address: str = "127.0.0.1:0", **kwargs: Any) -> Itera
 
 def ask(server: PageServer, path: str, body: object = None, **headers: str) -> tuple[int, str, dict[str, str]]:
     """Ask with the token where {token} is written."""
-    link = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    link = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=HANGS_S)
     headers = {name.replace("_", "-"): value.format(token=server.token) for name, value in headers.items()}
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     link.request("GET" if body is None else "POST", path.format(token=server.token), data, headers)
@@ -106,7 +107,7 @@ def test_an_island_is_drained_with_the_token_alone(tmp_path: Path, monkeypatch: 
         status, text, _ = ask(server, "/drain", {"run": 0, "learner": "a"}, X_Token="{token}")
         assert (status, json.loads(text)) == (200, {"ok": True, "message": "a leaves"})
         assert ask(server, "/drain", {"run": 0, "learner": "b"}, X_Token="{token}")[0] == 409
-        for body in (b"", b"{", b"[]", {"run": 1, "learner": "a"}, {"run": 0}, b"9" * 9999):
+        for body in (b"", b"{", b"[]", {"run": 1, "learner": "a"}, {"run": 0}, b"9" * 9999, b"[" * 4000):
             assert ask(server, "/drain", body, X_Token="{token}")[0] == 400
         assert asked == [("127.0.0.1:7", "a"), ("127.0.0.1:7", "b")]
 
@@ -114,7 +115,7 @@ def test_an_island_is_drained_with_the_token_alone(tmp_path: Path, monkeypatch: 
 def test_events_come_as_they_happen(tmp_path: Path) -> None:
     folder = made_run(tmp_path)
     with served(folder) as server:
-        link = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+        link = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=HANGS_S)
         link.request("GET", f"/events?token={server.token}")
         answer = link.getresponse()
         assert answer.headers["Content-Type"] == "text/event-stream"
@@ -128,7 +129,7 @@ def test_events_come_as_they_happen(tmp_path: Path) -> None:
 def test_there_is_room_for_so_many_and_not_for_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "VIEWERS_MAX", 1)
     with served(made_run(tmp_path)) as server:
-        link = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+        link = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=HANGS_S)
         link.request("GET", f"/events?token={server.token}")
         assert link.getresponse().readline() == b"event: whole\n"
         with pytest.raises((ConnectionError, http.client.BadStatusLine)):
@@ -147,7 +148,7 @@ def test_other_machines_see_it_only_encrypted(address: str, tmp_path: Path) -> N
         assert server.url.startswith("https://")
         context = ssl.create_default_context(cafile=transport.tls_ca)
         context.check_hostname = False
-        link = http.client.HTTPSConnection("127.0.0.1", server.server_port, context=context, timeout=60)
+        link = http.client.HTTPSConnection("127.0.0.1", server.server_port, context=context, timeout=HANGS_S)
         link.request("GET", f"/state?token={server.token}")
         assert json.loads(link.getresponse().read())["runs"][0]["rounds"] == [MADE]
         link.close()

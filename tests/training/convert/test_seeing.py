@@ -6,20 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from diloco_jax.training.convert.families import from_hf, to_hf
 from diloco_jax.training.convert.weights import Weights, write_weights
 from diloco_jax.training.models.config import SEEING_DECODER, ModelConfig
-from diloco_jax.training.models.protocol import join_model, load_model, split_model
+from diloco_jax.training.models.protocol import join_model, load_model
+from tests.extras import absent
+from tests.training.outlines import outline
 
-torch = pytest.importorskip("torch", reason="the extra parity is not installed")
-transformers = pytest.importorskip("transformers", reason="the extra parity is not installed")
-safetensors = pytest.importorskip("safetensors.numpy")
+torch = pytest.importorskip("torch", reason=absent("parity"))
+transformers = pytest.importorskip("transformers", reason=absent("parity"))
 
 pytestmark = [
+    pytest.mark.extra("parity"),
     pytest.mark.usefixtures("quick_compiler"),
     pytest.mark.filterwarnings("default"),  # theirs are theirs
 ]
@@ -105,10 +107,10 @@ def logits_of_theirs(model: Any) -> np.ndarray:
 
 
 def logits_of_ours(model: ModelConfig, values: dict[str, np.ndarray]) -> np.ndarray:
-    graphdef, params = split_model(load_model(model.module, model.args, 0))
+    graphdef, params, _ = outline(lambda: load_model(model.module, model.args, 0))
     assert {path: value.shape for path, value in values.items()} == {path: v.shape for path, v in params.items()}
     program = jax.jit(lambda params, arrays: join_model(graphdef, params)(**arrays))
-    return np.asarray(program(jax.tree.map(jnp.asarray, values), batch()))
+    return np.asarray(program(values, batch()))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_a_folder_computes_what_it_does_in_transformers_and_returns(
     described = to_hf(model)
     write_weights(tmp_path / "ours", model, values.items(), "float32", described["model_type"])
     (tmp_path / "ours" / "config.json").write_text(json.dumps(described))
-    before, after = (safetensors.load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
     assert before.keys() == after.keys()
     assert all(before[name].tobytes() == after[name].tobytes() for name in before)
     back = transformers.Gemma4ForConditionalGeneration.from_pretrained(tmp_path / "ours", attn_implementation="eager")

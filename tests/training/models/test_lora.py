@@ -24,16 +24,19 @@ from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import DECODER, LoraConfig, ModelConfig
 from diloco_jax.training.models.layers import Linear
 from diloco_jax.training.models.lora import Adapter
-from diloco_jax.training.models.protocol import join_model, load_model, split_model
+from diloco_jax.training.models.protocol import join_model, load_model
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
 from diloco_jax.training.variables import frozen_variables
 from tests.tools.export.folders import model_of, public
+from tests.training.outlines import outline
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 TOKENS = np.random.default_rng(1).integers(0, 300, (2, 33)).astype(np.int32)
 LORA = LoraConfig(rank=3, alpha=7.0, targets=("q", "v", "down"))
+# All inputs of linear maps are whole blocks of 64.
+WITH_BLOCKS = model_of("llama", dim=64, mlp_dim=64, num_heads=8)
 
 
 def adapted(family: str = "llama", lora: LoraConfig = LORA, **args: Any) -> ModelConfig:
@@ -64,15 +67,15 @@ def test_a_linear_map_with_an_adapter_is_that_of_numpy() -> None:
     np.testing.assert_allclose(linear(jnp.asarray(x, jnp.float32)), x @ w + 5 / 2 * x @ a @ b + bias, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"scan_layers": True}, {"scan_layers": True, "remat": "full"}])
+@pytest.mark.parametrize("options", [{}, {"scan_layers": True, "remat": "full"}])
 def test_a_model_with_adapters_is_the_model_with_merged_weights(options: dict[str, Any]) -> None:
     model = adapted(**options)
-    module = loaded(model)
-    graphdef, adapters = split_model(module)
+    graphdef, adapters, _ = outline(lambda: loaded(model))
     stacks = 1 if "scan_layers" in options else 2
     assert len(adapters) == 2 * 3 * stacks, "two matrices for each target, in each layer or for all of them"
-    a_and_b, frozen = random_like(adapters, 1), random_like(frozen_variables(module), 2)
-    plain, like = split_model(load_model(model.module, model.args, 0))
+    below = jax.eval_shape(lambda: frozen_variables(loaded(model)))
+    a_and_b, frozen = random_like(adapters, 1), random_like(below, 2)
+    plain, like, _ = outline(lambda: load_model(model.module, model.args, 0))
     assert {path: value.shape for path, value in like.items()} == {path: v.shape for path, v in frozen.items()}
     whole = dict(frozen)
     for path in adapters:
@@ -81,10 +84,9 @@ def test_a_model_with_adapters_is_the_model_with_merged_weights(options: dict[st
             product = a_and_b[path].astype(np.float64) @ a_and_b[f"{linear}/adapter/b"]
             whole[f"{linear}/kernel"] = (whole[f"{linear}/kernel"] + 7 / 3 * product).astype(np.float32)
     batch = {"tokens": jnp.asarray(TOKENS)}
-    below = {path: jnp.asarray(value) for path, value in frozen.items()}
-    with_adapters = jax.jit(jax.value_and_grad(lambda p: join_model(graphdef, p, below).loss(batch)[0]))  # type: ignore
+    with_adapters = jax.jit(jax.value_and_grad(lambda p, below: join_model(graphdef, p, below).loss(batch)[0]))  # type: ignore
     merged = jax.jit(jax.value_and_grad(lambda p: join_model(plain, p).loss(batch)[0]))  # type: ignore
-    (loss, gradient), (expected, of_whole) = with_adapters(a_and_b), merged(whole)
+    (loss, gradient), (expected, of_whole) = with_adapters(a_and_b, frozen), merged(whole)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     for path in adapters:
         linear, _, which = path.rpartition("/adapter/")
@@ -95,10 +97,9 @@ def test_a_model_with_adapters_is_the_model_with_merged_weights(options: dict[st
         np.testing.assert_allclose(gradient[path], found, atol=2e-4 * np.abs(found).max())
 
 
-@pytest.mark.parametrize("base_dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "int4"])
 def test_steps_change_adapters_alone_and_nothing_else_is_in_the_state(tmp_path: Path, base_dtype: Any) -> None:
-    lora = LoraConfig(rank=2, base_dtype=base_dtype)
-    model = replace(public(tmp_path, model_of("llama", dim=64, mlp_dim=64, num_heads=8)), lora=lora)
+    model = replace(public(tmp_path, WITH_BLOCKS), lora=LoraConfig(rank=2, base_dtype=base_dtype))
     island = Island(model, OptimizerConfig(), MeshConfig(), seed=0, devices=jax.devices()[:1])
     before = {path: np.asarray(value) for path, value in island.base.values.items()}
     begun = {path: np.asarray(value) for path, value in island.state.params.items()}
@@ -110,12 +111,23 @@ def test_steps_change_adapters_alone_and_nothing_else_is_in_the_state(tmp_path: 
     assert all("/adapter/" in name or name.endswith("count") for name in by_name(island.state)), "only these are saved"
     assert all((np.asarray(island.state.params[path]) != value).any() for path, value in begun.items())
     assert all((np.asarray(island.base.values[path]) == value).all() for path, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("base_dtype", "element_bytes"), [("float32", 4), ("bfloat16", 2), ("int8", 1.0625), ("int4", 0.5625)]
+)
+def test_the_weights_below_are_those_of_the_files_in_their_type(
+    tmp_path: Path, base_dtype: Any, element_bytes: float
+) -> None:
+    model = replace(public(tmp_path, WITH_BLOCKS), lora=LoraConfig(rank=2, base_dtype=base_dtype))
+    blueprint = Blueprint(model, OptimizerConfig(), MeshConfig(), jax.devices()[:1], seed=0)
+    found = {path: np.asarray(value) for path, value in read_base(blueprint).values.items()}
     theirs = dict(Weights(model.weights).read(model))
     if base_dtype == "float32":
-        assert sorted(before) == sorted(theirs) and all((before[path] == theirs[path]).all() for path in theirs)
+        assert sorted(found) == sorted(theirs) and all((found[path] == theirs[path]).all() for path in theirs)
     kernel = "blocks/0/down/kernel"
-    size = sum(value.nbytes for path, value in before.items() if path.startswith(kernel))
-    assert size / theirs[kernel].size == {"float32": 4, "bfloat16": 2, "int8": 1.0625, "int4": 0.5625}[base_dtype]
+    size = sum(value.nbytes for path, value in found.items() if path.startswith(kernel))
+    assert size / theirs[kernel].size == element_bytes
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -136,10 +148,10 @@ def test_blocks_hold_the_nearest_of_their_numbers(bits: int) -> None:
     np.testing.assert_allclose(again[1], scales, rtol=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_the_frozen_variables_of_every_family_are_the_tensors_of_its_files(family: str, scan_layers: bool) -> None:
-    model = adapted(family, LoraConfig(rank=2), scan_layers=scan_layers)
+@pytest.mark.parametrize(("number", "family"), list(enumerate(FAMILIES)), ids=FAMILIES)
+def test_the_frozen_variables_of_every_family_are_the_tensors_of_its_files(number: int, family: str) -> None:
+    # Stacks are no property of a family, so every second one has them.
+    model = adapted(family, LoraConfig(rank=2), scan_layers=number % 2 == 1)
     blueprint = Blueprint(model, OptimizerConfig(), MeshConfig(), 1, seed=0)
     assert {path: leaf.shape for path, leaf in blueprint.frozen.items()} == {m.path: m.shape for m in tensors(model)}
 
@@ -152,7 +164,7 @@ def test_an_unknown_or_absent_target_is_refused_with_the_list(
     family: str, targets: tuple[str, ...], known: str
 ) -> None:
     with pytest.raises(ValueError, match=f"'{targets[-1]}', which is not a linear map .* use {known}"):
-        loaded(adapted(family, LoraConfig(rank=2, targets=targets)))
+        outline(lambda: loaded(adapted(family, LoraConfig(rank=2, targets=targets))))
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
@@ -162,7 +174,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.weights names no folder"):
         ModelConfig(lora=LoraConfig(rank=1))
     with pytest.raises(ValueError, match=r"'down' has 48; use bfloat16"):
-        loaded(adapted(lora=LoraConfig(rank=1, base_dtype="int8")))
+        outline(lambda: loaded(adapted(lora=LoraConfig(rank=1, base_dtype="int8"))))
 
 
 def test_islands_with_other_weights_below_are_refused(tmp_path: Path) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.models.protocol import join_model, load_model, logical_axes, split_model
+from diloco_jax.training.models.protocol import join_model, load_model, split_model
+from tests.training.outlines import outline
 
 
 class Bigram(nnx.Module):
@@ -48,8 +50,10 @@ def test_a_module_from_outside_loads_and_comes_apart_and_together_again() -> Non
     model = load_model(f"{HERE}:Bigram", {"vocab_size": 5}, seed=1)
     graphdef, params = split_model(model)
     assert {path: v.shape for path, v in params.items()} == {"table": (5, 5)}
-    batch = {"tokens": jnp.asarray([[0, 1, 2]], jnp.int32)}
-    loss, metrics = join_model(graphdef, {"table": jnp.zeros((5, 5))}).loss(batch)
+    batch = {"tokens": np.array([[0, 1, 2]], np.int32)}
+    loss, metrics = jax.jit(lambda table, batch: join_model(graphdef, {"table": table}).loss(batch))(
+        np.zeros((5, 5), np.float32), batch
+    )
     assert float(loss) == pytest.approx(np.log(5)) and "accuracy" in metrics
 
 
@@ -61,11 +65,11 @@ def test_seeds_decide_the_parameters() -> None:
 
 def test_paths_and_axes_of_the_decoder() -> None:
     args = {"dim": 8, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "mlp_dim": 8}
-    axes = logical_axes(load_model(ModelConfig().module, args, 0))
+    axes = outline(lambda: load_model(ModelConfig().module, args, 0)).axes
     assert axes["blocks/0/down/kernel"] == ("mlp", "embed")
     assert axes["embed/embedding"] == ("vocab", "embed")
     assert axes["blocks/1/norm_mlp/scale"] == (None,)
-    scanned = logical_axes(load_model(ModelConfig().module, {**args, "scan_layers": True}, 0))
+    scanned = outline(lambda: load_model(ModelConfig().module, {**args, "scan_layers": True}, 0)).axes
     assert scanned["blocks/down/kernel"] == ("layers", "mlp", "embed")
 
 

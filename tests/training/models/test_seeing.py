@@ -1,5 +1,6 @@
 """The decoder of images and text: which place gets which soft token, what sees what, and what counts in the loss."""
 
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -13,9 +14,10 @@ from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models.attention import Seeing, attend
 from diloco_jax.training.models.config import SEEING_DECODER, ModelConfig
 from diloco_jax.training.models.decoder import Decoder
-from diloco_jax.training.models.protocol import join_model, logical_axes, split_model
+from diloco_jax.training.models.protocol import join_model
 from diloco_jax.training.models.seeing import SeeingDecoder
 from diloco_jax.training.sharding import MeshConfig, MeshLayout, make_mesh, use_layout
+from tests.training.outlines import Outline, drawn, outline
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -38,13 +40,14 @@ SOFT[0, 3:9], SOFT[0, 12:14], SOFT[1, 5] = 1, 2, 1
 TOKENS[SOFT > 0] = IMAGE
 
 
-def build(seed: int = 0, **changes: Any) -> Any:
+def outline_of(**changes: Any) -> Outline:
+    return outline(lambda: SeeingDecoder.from_config({**SIZES, **changes}, rngs=nnx.Rngs(0)))
+
+
+def build(**changes: Any) -> Any:
     """A model far from its initial values."""
-    model = SeeingDecoder.from_config({**SIZES, **changes}, rngs=nnx.Rngs(seed))
-    rng = np.random.default_rng(7)
-    for _, value in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        value.set_value(value[...] + jnp.float32(0.3 * rng.normal(size=value[...].shape)))
-    return model
+    graphdef, params, _ = outline_of(**changes)
+    return join_model(graphdef, jax.tree.map(jnp.asarray, drawn(params, seed=7)))
 
 
 def batch_of(tokens: np.ndarray = TOKENS) -> dict[str, np.ndarray]:
@@ -61,22 +64,29 @@ def on_device(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     return {name: jnp.asarray(value) for name, value in batch.items()}
 
 
+@partial(jax.jit, static_argnums=0)
+def applied(graphdef: Any, state: Any, arrays: dict[str, jax.Array]) -> jax.Array:
+    found: jax.Array = nnx.merge(graphdef, state)(**arrays)
+    return found
+
+
 def logits_of(model: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
-    return np.asarray(jax.jit(lambda arrays: model(**arrays))(on_device(batch)))
+    return np.asarray(applied(*nnx.split(model), on_device(batch)))
 
 
 def test_each_place_gets_the_soft_token_of_its_number() -> None:
     model, batch = build(), on_device(batch_of())
     x, places, _ = jax.jit(lambda arrays: tuple(model.inputs(arrays)))(batch)
     np.testing.assert_array_equal(places.images, SOFT)
+    tower = jax.jit(lambda p, at: model.tower(p, at)[0])
     # Each image alone in the tower.
     for sample, images in enumerate(IMAGES):
         for image, (columns, rows) in enumerate(images):
             alone = (batch[name][sample, image][None] for name in ("patches", "patch_positions"))
-            soft = jax.jit(lambda p, at: model.tower(p, at)[0])(*alone)[0, : columns * rows // 9]
-            np.testing.assert_allclose(x[sample, SOFT[sample] == image + 1], soft, atol=1e-5)
+            soft = tower(*alone)[0, : columns * rows // 9]
+            np.testing.assert_allclose(np.asarray(x)[sample, SOFT[sample] == image + 1], soft, atol=1e-5)
     text = SOFT == 0
-    np.testing.assert_allclose(x[text], (model.embed.embedding[...] * 4)[TOKENS[text]], rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(x)[text], 4 * np.asarray(model.embed.embedding[...])[TOKENS[text]], rtol=1e-6)
 
 
 @pytest.mark.parametrize("see", [True, False])
@@ -123,15 +133,16 @@ def test_only_text_counts_in_the_loss() -> None:
     segments = np.ones_like(TOKENS)
     segments[0, 15:], segments[1, 10:] = 2, 0
     read = {**batch, "tokens": TOKENS[:, :-1], "segments": segments[:, :-1]}
-    said = jax.nn.log_softmax(logits_of(model, read))
-    nats = -np.take_along_axis(np.asarray(said), TOKENS[:, 1:, None], -1)[..., 0]
+    logits = logits_of(model, read)
+    said = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nats = -np.take_along_axis(said, TOKENS[:, 1:, None], -1)[..., 0]
     counted = (SOFT[:, 1:] == 0) & (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     loss, metrics = jax.jit(lambda arrays: model.loss(arrays))(on_device({**batch, "segments": segments}))
     assert float(loss) == pytest.approx(nats[counted].mean(), rel=1e-5)
     assert float(metrics["weight"]) == counted.sum()
     # A text of a segment behind another one is alone.
     alone = logits_of(model, {"tokens": TOKENS[:1, 15:19]})
-    np.testing.assert_allclose(logits_of(model, read)[0, 15:], alone[0], atol=1e-4)
+    np.testing.assert_allclose(logits[0, 15:], alone[0], atol=1e-4)
 
 
 def test_a_place_without_a_soft_token_is_not_overlooked() -> None:
@@ -157,15 +168,24 @@ def test_it_writes_about_images_what_its_logits_say() -> None:
     np.testing.assert_array_equal(np.delete(said, IMAGE, axis=-1).argmax(-1), found)
 
 
+# A stack of layers, and a tower with constants.
+TRAINED = {**KINDS, "scan_layers": True, "tower": {**TOWER, "clipped": True}}
+
+
+def loss_and_gradients(params: dict[str, Any], batch: dict[str, Any]) -> Any:
+    graphdef = outline_of(**TRAINED).graphdef
+    return jax.value_and_grad(lambda p: join_model(graphdef, p).loss(batch)[0])(params)  # type: ignore[operator]
+
+
+@cache
+def on_one_device() -> Any:
+    return jax.jit(loss_and_gradients)(drawn(outline_of(**TRAINED).params, seed=7), batch_of())
+
+
 def test_every_parameter_but_constants_has_a_gradient() -> None:
-    model, batch = build(**KINDS, scan_layers=True, tower={**TOWER, "clipped": True}), on_device(batch_of())
-    gradients = jax.jit(nnx.grad(lambda m: m.loss(batch)[0]))(model)
-    moved = {
-        "/".join(map(str, path)): bool(jnp.abs(value[...]).max() > 0) for path, value in nnx.to_flat_state(gradients)
-    }
+    moved = {path: np.abs(gradient).max() > 0 for path, gradient in on_one_device()[1].items()}
     assert {path for path in moved if not moved[path]} == {path for path in moved if path.endswith("bounds")}
-    plain = nnx.to_flat_state(nnx.state(Decoder.from_config(PLAIN | KINDS_OF_TEXT, rngs=nnx.Rngs(0)), nnx.Param))
-    names = {"/".join(map(str, path)) for path, _ in plain}
+    names = outline(lambda: Decoder.from_config(PLAIN | KINDS_OF_TEXT, rngs=nnx.Rngs(0))).params.keys()
     assert {path for path in moved if not path.startswith("tower/")} == names
 
 
@@ -180,28 +200,22 @@ def test_every_parameter_but_constants_has_a_gradient() -> None:
 )
 def test_impossible_options_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build(**changes)
+        outline_of(**changes)
 
 
 def test_a_mesh_computes_what_one_device_does() -> None:
-    model, batch = build(**KINDS), on_device(batch_of())
-    axes = logical_axes(model)
-    graphdef, params = split_model(model)
-
-    def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
-        return join_model(graphdef, params).loss(batch)[0]  # type: ignore[operator]
-
-    want, each = jax.jit(jax.value_and_grad(loss))(params, batch)
+    _, shapes, axes = outline_of(**TRAINED)
+    params, (want, each) = drawn(shapes, seed=7), on_one_device()
     layout = MeshLayout(make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4]))
     shardings = {path: layout.sharding(value.shape, axes[path]) for path, value in params.items()}
     rows = {
         name: jax.device_put(value, layout.sharding(value.shape, ("batch", *[None] * (value.ndim - 1))))
-        for name, value in batch.items()
+        for name, value in batch_of().items()
     }
 
     def program(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> Any:
         with use_layout(layout):
-            return jax.value_and_grad(loss)(params, batch)
+            return loss_and_gradients(params, batch)
 
     found, got = jax.jit(program, out_shardings=(None, shardings))(jax.device_put(params, shardings), rows)
     assert float(found) == pytest.approx(float(want), rel=1e-5)

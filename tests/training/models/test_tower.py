@@ -4,6 +4,7 @@ tests/training/convert/test_tower.py holds it against transformers.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal
 
 import jax
@@ -15,10 +16,11 @@ from flax import nnx
 
 from diloco_jax.core.kinds import kind_of
 from diloco_jax.training.data.images import cut_image
-from diloco_jax.training.models.protocol import join_model, logical_axes, split_model
+from diloco_jax.training.models.protocol import join_model
 from diloco_jax.training.models.tower import TowerConfig, VisionTower, apply_axial_rope
 from diloco_jax.training.optimizers import OptimizerConfig, make_inner
 from diloco_jax.training.sharding import MeshConfig, MeshLayout, make_mesh, use_layout
+from tests.training.outlines import drawn, outline
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -32,16 +34,15 @@ Params = dict[str, Any]
 
 def tower(**changes: Any) -> tuple[Any, Params, dict[str, Any]]:
     """Structure, parameters far from their initial values, and axes of a tiny tower."""
-    model = VisionTower(TowerConfig(**{**SIZES, **changes}), rngs=nnx.Rngs(0))
-    graphdef, params = split_model(model)
-    rng = np.random.default_rng(3)
-    drawn = {path: value + 0.3 * rng.normal(size=value.shape) for path, value in sorted(params.items())}
-    for path in params:
+    graphdef, shapes, axes = outline(lambda: VisionTower(TowerConfig(**{**SIZES, **changes}), rngs=nnx.Rngs(0)))
+    params = drawn(shapes, seed=3, std_scale=1.0)
+    for path, value in params.items():
         if path.endswith("bounds"):
-            drawn[path] = np.broadcast_to(np.float32([-2, 2.5, -1.5, 2]), params[path].shape)
-    return graphdef, {path: jnp.float32(drawn[path]) for path in params}, logical_axes(model)
+            params[path] = np.broadcast_to(np.float32([-2, 2.5, -1.5, 2]), value.shape)
+    return graphdef, params, axes
 
 
+@cache
 def images() -> tuple[jax.Array, jax.Array]:
     """Patches and positions of three images of several shapes, and of one place without an image."""
     rng = np.random.default_rng(4)
@@ -77,6 +78,23 @@ def gradients(graphdef: Any, pixels: jax.Array, positions: jax.Array) -> Any:
     return jax.value_and_grad(total)
 
 
+@cache
+def single_gradients() -> tuple[Any, Params]:
+    """Return that sum and its gradients for the tower of single layers."""
+    graphdef, params, _ = tower()
+    found: tuple[Any, Params] = jax.jit(gradients(graphdef, *images()))(params)
+    return found
+
+
+@cache
+def stacked_gradients() -> tuple[Any, Params]:
+    """Return the same for stacked layers, with rematerialisation."""
+    graphdef, like, _ = tower(scan_layers=True, remat="minimal")
+    params = {path: joined(tower()[1], path) for path in like}
+    found: tuple[Any, Params] = jax.jit(gradients(graphdef, *images()))(params)
+    return found
+
+
 def test_soft_tokens_depend_on_their_image_alone() -> None:
     """Neither padding, its pixels, nor other images change them; pixels may be given as floats."""
     graphdef, params, _ = tower()
@@ -100,34 +118,34 @@ def test_soft_tokens_depend_on_their_image_alone() -> None:
 
 def test_attention_depends_on_differences_of_columns_and_of_rows() -> None:
     rng = np.random.default_rng(6)
-    q, k = (jnp.asarray(rng.normal(size=(1, 5, 2, 12)), jnp.float32) for _ in range(2))
-    positions = jnp.asarray(rng.integers(0, 30, (1, 5, 2)), jnp.int32)
+    q, k = (rng.normal(size=(1, 5, 2, 12)).astype(np.float32) for _ in range(2))
+    positions = rng.integers(0, 30, (1, 5, 2)).astype(np.int32)
+
+    rope = jax.jit(lambda x, positions: apply_axial_rope(x, positions, 100.0))
 
     def scores(by: tuple[int, int]) -> np.ndarray:
-        moved = positions + jnp.asarray(by, jnp.int32)[None, None]
-        return np.einsum("bnhw,bmhw->bhnm", *(apply_axial_rope(x, moved, 100.0) for x in (q, k)))
+        moved = positions + np.asarray(by, np.int32)
+        return np.einsum("bnhw,bmhw->bhnm", *(rope(x, moved) for x in (q, k)))
 
     np.testing.assert_allclose(scores((7, 3)), scores((0, 0)), atol=1e-4)
     # Numbers 1 and 4 of a head of 12 are a pair that turns by the second frequency, 100^(-1/3), times the column.
     angle = 100 ** (-1 / 3) * float(positions[0, 2, 0])
-    turned = apply_axial_rope(q, positions, 100.0)[0, 2, 1]
+    turned = np.asarray(rope(q, positions))[0, 2, 1]
     first, second = q[0, 2, 1, 1], q[0, 2, 1, 4]
     assert float(turned[1]) == pytest.approx(float(first * np.cos(angle) - second * np.sin(angle)), abs=1e-4)
     assert float(turned[4]) == pytest.approx(float(second * np.cos(angle) + first * np.sin(angle)), abs=1e-4)
 
 
-def joined(params: Params, path: str) -> jax.Array:
+def joined(params: Params, path: str) -> np.ndarray:
     """The parameter of a stacked tower, from those of its single layers."""
-    return params[path] if path in params else jnp.stack([params[path.replace("s/", f"s/{i}/", 1)] for i in (0, 1)])
+    single = (params[path.replace("s/", f"s/{i}/", 1)] for i in (0, 1))
+    return np.asarray(params[path]) if path in params else np.stack([*single])
 
 
-@pytest.mark.parametrize("remat", ["none", "minimal"])
-def test_stacked_layers_are_the_single_ones(remat: str) -> None:
-    graphdef, params, _ = tower()
-    stacked, like, axes = tower(scan_layers=True, remat=remat)
-    assert all((axes[path][0] == "layers") == path.startswith("blocks") for path in like)
-    want, single = jax.jit(gradients(graphdef, *images()))(params)
-    found, stack = jax.jit(gradients(stacked, *images()))({path: joined(params, path) for path in like})
+def test_stacked_layers_are_the_single_ones() -> None:
+    axes = tower(scan_layers=True)[2]
+    assert all((axes[path][0] == "layers") == path.startswith("blocks") for path in axes)
+    (want, single), (found, stack) = single_gradients(), stacked_gradients()
     assert float(found) == pytest.approx(float(want), rel=1e-5)
     for path, value in stack.items():
         np.testing.assert_allclose(value, joined(single, path), atol=2e-4, err_msg=path)
@@ -135,8 +153,8 @@ def test_stacked_layers_are_the_single_ones(remat: str) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_constants_never_change_and_all_weights_learn(name: Literal["adamw", "muon"]) -> None:
-    graphdef, params, axes = tower(scan_layers=True)
-    changed = jax.jit(gradients(graphdef, *images()))(params)[1]
+    _, params, axes = tower(scan_layers=True)
+    changed = stacked_gradients()[1]
     assert all(np.isfinite(value).all() for value in changed.values())
     kinds = {path: kind_of(value.shape, axes[path]) for path, value in params.items()}
     tx = make_inner(OptimizerConfig(name=name), params, kinds=kinds)
@@ -149,8 +167,9 @@ def test_constants_never_change_and_all_weights_learn(name: Literal["adamw", "mu
 
 @pytest.mark.parametrize(("mesh", "scan"), [({"fsdp": 4}, True), ({"fsdp": 2, "tensor": 2}, False)])
 def test_a_mesh_computes_what_one_device_does(mesh: dict[str, int], scan: bool) -> None:
-    graphdef, params, axes = tower(scan_layers=scan)
-    want, each = jax.jit(gradients(graphdef, *images()))(params)
+    graphdef, like, axes = tower(scan_layers=scan)
+    params = {path: joined(tower()[1], path) for path in like}
+    want, each = single_gradients()
     layout = MeshLayout(make_mesh(MeshConfig(**mesh), jax.devices()[:4]))
     shardings = {path: layout.sharding(value.shape, axes[path]) for path, value in params.items()}
     pixels, positions = (jax.device_put(x, layout.sharding(x.shape, ("batch", None, None))) for x in images())
@@ -163,7 +182,7 @@ def test_a_mesh_computes_what_one_device_does(mesh: dict[str, int], scan: bool) 
     found, got = spread(jax.device_put(params, shardings), pixels, positions)
     assert float(found) == pytest.approx(float(want), rel=1e-5)
     for path, value in got.items():
-        np.testing.assert_allclose(value, each[path], atol=2e-4, err_msg=path)
+        np.testing.assert_allclose(value, joined(each, path), atol=2e-4, err_msg=path)
     kernel = params["blocks/down/kernel" if scan else "blocks/0/down/kernel"]
     split = shardings["blocks/down/kernel" if scan else "blocks/0/down/kernel"].shard_shape(kernel.shape)
     assert np.prod(split) == kernel.size / 4

@@ -12,7 +12,8 @@ from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models import block
 from diloco_jax.training.models.attention import attend_to
 from diloco_jax.training.models.config import ModelConfig
-from diloco_jax.training.models.protocol import join_model, load_model, split_model
+from diloco_jax.training.models.protocol import join_model, load_model
+from tests.training.outlines import drawn, outline
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -25,18 +26,17 @@ TEXTS = np.array([[1, 2, 3, 0], [4, 0, 0, 0], [2, 2, 1, 4]], np.int32)
 
 def model_and_reference(name: str) -> tuple[Any, np.ndarray]:
     """A model far from its initial values, and the decoder's logits of all patches and TEXTS but their last token."""
-    graphdef, params = split_model(load_model(f"{VISION}:{name}", TINY, 0))
-    rng = np.random.default_rng(5)
-    p = {path: jnp.float32(v + 0.3 * rng.normal(size=v.shape)) for path, v in params.items()}
-    like, named = split_model(load_model(ModelConfig().module, {**SIZES, "vocab_size": 9}, 0))
+    graphdef, shapes, _ = outline(lambda: load_model(f"{VISION}:{name}", TINY, 0))
+    p = drawn(shapes)
+    like, named, _ = outline(lambda: load_model(ModelConfig().module, {**SIZES, "vocab_size": 9}, 0))
     program, logits = jax.jit(lambda own, tokens: join_model(like, own)(tokens)), []
     for image, text in zip(IMAGES / 127.5 - 1, TEXTS, strict=True):
         cut = [image[i : i + 2, j : j + 2].ravel() for i in (0, 2) for j in (0, 2)]
         words = (np.stack(cut) @ p["project/kernel"] + p.get("positions", 0)) / np.sqrt(8)
-        own = {path: p[path] for path in named} | {"embed/embedding": jnp.concatenate([p["embed/embedding"], words])}
+        own = {path: p[path] for path in named} | {"embed/embedding": np.concatenate([p["embed/embedding"], words])}
         tokens = [5, 6, 7, 8, *(text[:-1] if "Text" in name else ())]
         logits.append(np.asarray(program(own, jnp.asarray([tokens]))[0, :, :5]))
-    return join_model(graphdef, p), np.stack(logits)
+    return join_model(graphdef, jax.tree.map(jnp.asarray, p)), np.stack(logits)
 
 
 def nats(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -86,4 +86,4 @@ def test_flops_are_those_of_the_patches_and_bad_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"vocab_size is 5, but the data has ids below 256"):
         RunConfig(model=ModelConfig(module=f"{VISION}:ImageTextDecoder", args=TINY))
     with pytest.raises(ValueError, match=r"image_size 4, channels 2 and patch_size 3"):
-        load_model(f"{VISION}:VisionTransformer", {**TINY, "patch_size": 3}, 0)
+        outline(lambda: load_model(f"{VISION}:VisionTransformer", {**TINY, "patch_size": 3}, 0))

@@ -1,6 +1,7 @@
 """The chunked loss and rows that are looked up where they lie, against plain ones: values and gradients, on meshes."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,49 +14,62 @@ from diloco_jax.training.models.vocabulary import TABLE_AXES, chunked_cross_entr
 from diloco_jax.training.sharding import MeshConfig, MeshLayout, gather, make_mesh, use_layout
 
 rng = np.random.default_rng(3)
-X = jnp.asarray(rng.normal(size=(4, 6, 8)), jnp.float32)
-TABLE = jnp.asarray(rng.normal(size=(32, 8)), jnp.float32)
-LABELS = jnp.asarray(rng.integers(0, 32, (4, 6)), jnp.int32)
-WEIGHTS = jnp.asarray(rng.integers(0, 2, (4, 6)), jnp.float32)
-TOKENS = jnp.asarray(rng.integers(0, 32, (8, 12)), jnp.int32)
-FACTORS = jnp.asarray(rng.normal(size=(8, 12, 8)), jnp.float32)
+X = rng.normal(size=(4, 6, 8)).astype(np.float32)
+TABLE = rng.normal(size=(32, 8)).astype(np.float32)
+LABELS = rng.integers(0, 32, (4, 6)).astype(np.int32)
+WEIGHTS = rng.integers(0, 2, (4, 6)).astype(np.float32)
+TOKENS = rng.integers(0, 32, (8, 12)).astype(np.int32)
+FACTORS = rng.normal(size=(8, 12, 8)).astype(np.float32)
 
 
-def plain(x: jax.Array, table: jax.Array, cap: float = 0.0, weights: jax.Array | None = None) -> jax.Array:
+def plain(x: jax.Array, table: jax.Array, cap: float = 0.0, weights: Any = None) -> jax.Array:
     return cross_entropy(soft_limit(logits_of(x, gather(table, *TABLE_AXES)), cap), LABELS, weights)
 
 
-@pytest.mark.parametrize(("chunk", "cap", "weights"), [(4, 0.0, None), (8, 2.0, WEIGHTS), (32, 0.0, None)])
-@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tensor": 2}], ids=["one", "four"])
-def test_chunks_change_neither_the_loss_nor_its_gradient(
-    mesh: dict[str, int], chunk: int, cap: float, weights: jax.Array | None
-) -> None:
+@functools.cache
+def wanted(weighted: bool) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Three times the plain loss, and its gradients; with weights the logits are limited too."""
+    loss = functools.partial(plain, cap=2.0 if weighted else 0.0, weights=WEIGHTS if weighted else None)
+    found: tuple[jax.Array, tuple[jax.Array, ...]] = jax.jit(
+        jax.value_and_grad(lambda x, table: 3 * loss(x, table), argnums=(0, 1))
+    )(X, TABLE)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "chunk", "weighted"),
+    [({}, 4, False), ({}, 32, False), ({"fsdp": 2, "tensor": 2}, 4, False), ({"fsdp": 2, "tensor": 2}, 8, True)],
+    ids=["one-4", "one-32", "four-4", "four-8-weighted"],
+)
+def test_chunks_change_neither_the_loss_nor_its_gradient(mesh: dict[str, int], chunk: int, weighted: bool) -> None:
     config = MeshConfig(**mesh)
     layout = MeshLayout(make_mesh(config, jax.devices()[: config.fsdp * config.tensor]))
+    cap, weights = (2.0, WEIGHTS) if weighted else (0.0, None)
 
     @jax.jit
-    def chunked(x, table):
+    def chunked(x: jax.Array, table: jax.Array) -> Any:
         with use_layout(layout):
             loss = functools.partial(chunked_cross_entropy, labels=LABELS, chunk=chunk, cap=cap, weights=weights)
             return jax.value_and_grad(lambda x, table: 3 * loss(x, table), argnums=(0, 1))(x, table)
 
     loss, gradients = chunked(X, jax.device_put(TABLE, layout.sharding(TABLE.shape, TABLE_AXES)))
-    want, wanted = jax.value_and_grad(lambda x, table: 3 * plain(x, table, cap, weights), argnums=(0, 1))(X, TABLE)
+    want, expected = wanted(weighted)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
-    for got, expected in zip(gradients, wanted, strict=True):
-        np.testing.assert_allclose(got, expected, atol=1e-6)
+    for got, each in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(got, each, atol=1e-6)
 
 
 def test_the_mean_is_over_what_has_a_weight() -> None:
-    each = [float(cross_entropy(logits_of(X[b : b + 1, t : t + 1], TABLE), LABELS[b : b + 1, t : t + 1]))
-            for b in range(4) for t in range(6) if WEIGHTS[b, t]]  # fmt: skip
-    np.testing.assert_allclose(plain(X, TABLE, 0.0, WEIGHTS), np.mean(each), rtol=1e-6)
-    assert float(plain(X, TABLE, 0.0, 0 * WEIGHTS)) == 0
+    logits = X.astype(np.float64) @ TABLE.T
+    nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, LABELS[..., None], -1)[..., 0]
+    loss = jax.jit(lambda weights: plain(X, TABLE, 0.0, weights))
+    np.testing.assert_allclose(loss(WEIGHTS), nats[WEIGHTS > 0].mean(), rtol=1e-6)
+    assert float(loss(0 * WEIGHTS)) == 0
 
 
 def test_large_logits_do_not_overflow() -> None:
-    loss = chunked_cross_entropy(100 * X, 100 * TABLE, LABELS, 8)
-    np.testing.assert_allclose(loss, plain(100 * X, 100 * TABLE), rtol=1e-5)
+    loss = jax.jit(lambda x, table: (chunked_cross_entropy(x, table, LABELS, 8), plain(x, table)))
+    np.testing.assert_allclose(*loss(100 * X, 100 * TABLE), rtol=1e-5)
 
 
 def test_chunks_that_do_not_fit_are_refused() -> None:

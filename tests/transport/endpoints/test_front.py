@@ -1,5 +1,6 @@
 """One port for gRPC and bulk connections: what the first bytes say, certificates of bulk connections, and silence."""
 
+import asyncio
 import socket
 import ssl
 import threading
@@ -10,6 +11,7 @@ import grpc
 import pytest
 
 from diloco_jax.transport.connection import Connection
+from diloco_jax.transport.endpoints import front
 from diloco_jax.transport.endpoints.front import LOOK_BYTES_MAX, is_bulk
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink
 from diloco_jax.transport.link import TransportConfig, split_address
@@ -25,7 +27,8 @@ from diloco_jax.transport.trust.security import (
     dial_syncer,
     proxy_of,
 )
-from tests.transport.ends import CONFIG, WAIT_S, Ends, greet, hear, hear_end, value
+from tests.limits import HANGS_S
+from tests.transport.ends import CONFIG, Ends, greet, hear, hear_end, value
 
 pytestmark = pytest.mark.net
 
@@ -92,7 +95,7 @@ def test_ticket_counts_with_the_certificate_of_its_learner_only(ends: Ends, fold
     ticket = next(opened)
     assert len(ticket) == TICKET_BYTES
     for name, answer in (("b", b"the certificate is that of 'b'"), ("a", b"")):
-        with dial(config.address, bulk_context(config, name), WAIT_S) as stream:
+        with dial(config.address, bulk_context(config, name), HANGS_S) as stream:
             assert isinstance(stream, ssl.SSLSocket) and stream.selected_alpn_protocol() == BULK_PROTOCOL
             stream.sendall(GREETING + ticket + b"\0")
             heard = stream.recv(1000)
@@ -106,7 +109,7 @@ def test_bulk_connection_without_a_certificate_is_closed(ends: Ends, folder: Pat
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols([BULK_PROTOCOL])
-    with pytest.raises(OSError), dial(listener.address, context, WAIT_S) as stream:
+    with pytest.raises(OSError), dial(listener.address, context, HANGS_S) as stream:
         stream.sendall(GREETING + bytes(TICKET_BYTES + 1))
         while stream.recv(1000):
             pass
@@ -129,7 +132,7 @@ def test_silent_bulk_connection_ends_the_session_and_idle_ones_beat(ends: Ends) 
 
 def pair() -> tuple[Connection, Connection]:
     a, b = socket.socketpair()
-    return Connection(a, WAIT_S), Connection(b, WAIT_S)
+    return Connection(a, HANGS_S), Connection(b, HANGS_S)
 
 
 def test_views_arrive_whole_whatever_the_socket_takes_at_once() -> None:
@@ -139,7 +142,7 @@ def test_views_arrive_whole_whatever_the_socket_takes_at_once() -> None:
     thread.start()
     whole = bytearray(sum(map(len, parts)))
     receiver.fill(memoryview(whole))
-    thread.join(WAIT_S)
+    thread.join(HANGS_S)
     assert whole == b"".join(parts)
     sender.finish()
     with pytest.raises(EOFError):
@@ -166,7 +169,7 @@ def test_cut_ends_a_read_and_a_write_at_once() -> None:
         thread.start()
     sender.cut()
     for thread in threads:
-        thread.join(WAIT_S)
+        thread.join(HANGS_S)
         assert not thread.is_alive()
     assert len(ended) == 2
     for each in (sender, receiver):
@@ -176,7 +179,7 @@ def test_cut_ends_a_read_and_a_write_at_once() -> None:
 def test_grpc_calls_reach_the_same_port(ends: Ends) -> None:
     listener = ends.listen()
     with grpc.insecure_channel(listener.address) as channel:
-        reply = channel.unary_unary(f"/{calls.SERVICE}/{calls.STATUS}")(b"", timeout=WAIT_S)
+        reply = channel.unary_unary(f"/{calls.SERVICE}/{calls.STATUS}")(b"", timeout=HANGS_S)
     assert pb.StatusReply.FromString(reply).json == "{}"
     assert split_address(listener.address)[1] > 0 and CONFIG.stripes > 1
 
@@ -202,7 +205,7 @@ def test_bulk_connections_take_grpcs_proxy(monkeypatch: pytest.MonkeyPatch) -> N
         thread = threading.Thread(target=serve_proxy, args=arguments, daemon=True)
         thread.start()
         monkeypatch.setenv("https_proxy", "http://user:secret@{}:{}".format(*proxy.getsockname()))
-        with dial_syncer("syncer.example:7", None, WAIT_S) as stream:
+        with dial_syncer("syncer.example:7", None, HANGS_S) as stream:
             stream.sendall(b"hello")
             inner, _ = target.accept()
             with inner:
@@ -211,11 +214,45 @@ def test_bulk_connections_take_grpcs_proxy(monkeypatch: pytest.MonkeyPatch) -> N
             assert stream.recv(100) == b"answer"
         for reason in ("refused syncer.example:7", "ended the connection"):
             with pytest.raises(ConnectionError, match=reason):
-                dial_syncer("syncer.example:7", None, WAIT_S)
-        thread.join(WAIT_S)
+                dial_syncer("syncer.example:7", None, HANGS_S)
+        thread.join(HANGS_S)
     lines = asked[0].split(b"\r\n")
     assert lines[:2] == [b"CONNECT syncer.example:7 HTTP/1.1", b"Host: syncer.example:7"]
     assert lines[2:] == [b"Proxy-Authorization: Basic dXNlcjpzZWNyZXQ=", b"", b""]
     assert proxy_of("127.0.0.1:7") == ""
     monkeypatch.setenv("no_proxy", "other, .example")
     assert proxy_of("syncer.example:7") == "" and proxy_of("syncer.example.org:7") != ""
+
+
+def test_an_incomplete_message_is_looked_at_less_and_less_often(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look takes time of the thread that accepts all connections."""
+    pauses: list[float] = []
+    done = threading.Event()
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 9:
+            done.set()
+            await asyncio.Event().wait()
+
+    listener = ends.listen()
+    monkeypatch.setattr("diloco_jax.transport.endpoints.front.asyncio.sleep", pause)
+    with socket.create_connection(split_address(listener.address), HANGS_S) as stream:
+        stream.sendall(GREETING[:1])
+        assert done.wait(HANGS_S)
+    assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 1.28, 1.28]
+
+
+def test_one_host_keeps_few_connections_that_do_not_show_what_they_are_for(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "UNSORTED_MAX", 2)
+    listener = ends.listen()
+    idle = [socket.create_connection(split_address(listener.address), HANGS_S) for _ in range(4)]
+    for stream in idle[:2]:
+        stream.settimeout(HANGS_S)
+        assert stream.recv(1) == b"", "the oldest ones end"
+    # An honest caller shows at once what it is for.
+    greet(listener, ends.connect())
+    for stream in idle:
+        stream.close()

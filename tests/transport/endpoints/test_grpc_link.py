@@ -19,7 +19,8 @@ from diloco_jax.transport.link import Rejected, TransportConfig, TransportError,
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.stripe import GREETING, TICKET_BYTES
-from tests.transport.ends import CONFIG, LIMIT, WAIT_S, Ends, greet, hear, hear_end, hear_message, value
+from tests.limits import HANGS_S
+from tests.transport.ends import CONFIG, LIMIT, Ends, greet, hear, hear_end, hear_message, value
 
 pytestmark = pytest.mark.net
 
@@ -86,7 +87,7 @@ class RawLearner:
 
 def greeted(address: str, ticket: bytes, stripe: int = 0) -> socket.socket:
     """Open a bulk connection."""
-    found = socket.create_connection(split_address(address), timeout=WAIT_S)
+    found = socket.create_connection(split_address(address), timeout=HANGS_S)
     found.sendall(GREETING + ticket + bytes((stripe,)))
     return found
 
@@ -109,7 +110,7 @@ def call_with(channel: grpc.Channel, said: pb.Header | bytes | None, frames: Ite
     """The call that opens a control stream, with this header in its metadata."""
     raw = said.SerializeToString() if isinstance(said, pb.Header) else said
     metadata = () if raw is None else (("diloco-header-bin", raw),)
-    return channel.stream_stream(f"/diloco.v1.Syncer/{to}")(frames, metadata=metadata, timeout=WAIT_S)
+    return channel.stream_stream(f"/diloco.v1.Syncer/{to}")(frames, metadata=metadata, timeout=HANGS_S)
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def raw(ends: Ends, listener: GrpcListener) -> RawLearner:
 def test_killed_learner_is_noticed(ends: Ends, listener: GrpcListener) -> None:
     with Child("learner", listener.address) as process:
         # A Python process starts, perhaps on a busy machine.
-        assert hear(listener, 3 * WAIT_S).message == Heartbeat("a", 0)
+        assert hear(listener, HANGS_S).message == Heartbeat("a", 0)
         process.send_signal(signal.SIGKILL)
         hear_end(listener, "connection to 'a' was lost")
     assert listener.receive(0) is None and not listener.send("a", Advance(1))
@@ -145,7 +146,7 @@ def test_one_broken_connection_ends_both(ends: Ends, listener: GrpcListener) -> 
     for side in (link, listener):
         hear_end(side, "bulk connection")
     for ended in link._streams._ended:
-        assert ended.wait(WAIT_S)
+        assert ended.wait(HANGS_S)
     link.close(1.0)
     assert link.receive(0) is None and listener.receive(0) is None
 
@@ -232,7 +233,7 @@ def test_bulk_connection_that_belongs_to_no_session_is_refused(
 
 
 def test_greeting_that_changes_its_mind_is_closed(ends: Ends, listener: GrpcListener) -> None:
-    with socket.create_connection(split_address(listener.address), timeout=WAIT_S) as stream:
+    with socket.create_connection(split_address(listener.address), timeout=HANGS_S) as stream:
         stream.sendall(GREETING + b"too short")
         stream.shutdown(socket.SHUT_WR)
         assert answer(stream) == b""
@@ -284,7 +285,7 @@ def test_half_a_session_of_a_newer_incarnation_ends_nobodys(
     monkeypatch.setattr(GrpcListener, "_open_lane", open_lane)
     with grpc.insecure_channel(listener.address) as channel:
         call = call_with(channel, header(incarnation=9), iter(()))
-        assert admitted.wait(WAIT_S)
+        assert admitted.wait(HANGS_S)
         greet(listener, link)
         call.cancel()
     assert listener.send("a", Advance(1)) and hear_message(link) == Advance(1)
@@ -314,7 +315,7 @@ def test_learner_that_starts_first_waits_for_the_syncer(ends: Ends) -> None:
     thread = threading.Thread(target=lambda: links.append(ends.connect(to=address)), daemon=True)
     thread.start()
     listener = ends.listen(address=address)
-    thread.join(WAIT_S)
+    thread.join(HANGS_S)
     (link,) = links
     greet(listener, link)
 

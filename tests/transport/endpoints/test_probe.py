@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import grpc
 import numpy as np
 import pytest
 
@@ -18,8 +19,10 @@ from diloco_jax.transport.endpoints import greeting, probe
 from diloco_jax.transport.endpoints.greeting import Description, ModelDesk, ask_description, offer_model
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import TransportConfig, TransportError
-from diloco_jax.transport.session.calls import ask_drain, ask_status
-from tests.transport.ends import WAIT_S, Ends, comes_true
+from diloco_jax.transport.session.calls import SERVICE, ask_drain, ask_status, open_channel
+from diloco_jax.transport.trust.security import credentials
+from tests.limits import HANGS_S
+from tests.transport.ends import Ends, comes_true
 
 pytestmark = pytest.mark.net
 
@@ -30,14 +33,14 @@ def listener(ends: Ends) -> GrpcListener:
 
 
 def config_of(listener: GrpcListener, **changes: Any) -> TransportConfig:
-    return replace(TransportConfig(address=listener.address, connect_timeout_s=WAIT_S, stripes=2), **changes)
+    return replace(TransportConfig(address=listener.address, connect_timeout_s=HANGS_S, stripes=2), **changes)
 
 
 def test_greeting_says_run_versions_and_time(listener: GrpcListener) -> None:
     greeting = greet(config_of(listener), "island-0")
     assert (greeting.run_id, greeting.sessions) == ("run", 0)
     assert greeting.versions == probe.versions() and greeting.versions["python"]
-    assert 0 < greeting.rtt_s < WAIT_S and greeting.skew_error_s == greeting.rtt_s / 2
+    assert 0 < greeting.rtt_s < HANGS_S and greeting.skew_error_s == greeting.rtt_s / 2
     # Both sides read the same clock.
     assert abs(greeting.skew_s) <= greeting.skew_error_s
 
@@ -192,3 +195,22 @@ def test_a_token_is_asked_for_and_the_running_syncer_describes(tmp_path) -> None
             ask_description(replace(asking, token_file=""), "a")
     finally:
         listener.close(0.0)
+
+
+def test_a_model_that_trickles_does_not_keep_others_away(desk: ModelDesk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greeting, "STALL_S", 0.4)
+    config, over = at(desk), threading.Event()
+
+    def trickled() -> Iterator[bytes]:
+        yield greeting.pb.OfferRequest(learner_id="slow", layout="large").SerializeToString()
+        while not over.wait(0.02):
+            yield greeting.pb.OfferRequest(values=b"x").SerializeToString()
+
+    with open_channel(config, credentials(config, "slow")) as channel:
+        call = channel.stream_unary(f"/{SERVICE}/{greeting.OFFER}").future(trickled(), wait_for_ready=True)
+        try:
+            # The syncer ends the call, although a message comes every 20 ms.
+            assert call.exception(30.0).code() is grpc.StatusCode.CANCELLED
+        finally:
+            over.set()
+    assert offer_model(config, "a", "three", values(12)) == ""

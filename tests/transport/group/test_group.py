@@ -13,15 +13,16 @@ from diloco_jax.transport.commands import HostAnswer, HostEnd, HostHave, HostMee
 from diloco_jax.transport.group.group import GroupError, GroupItem, GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import TransportConfig, split_address
 from diloco_jax.transport.trust import certificates
+from tests.limits import HANGS_S
 from tests.sockets import free_port
-from tests.transport.ends import WAIT_S, Ends, comes_true
+from tests.transport.ends import Ends, comes_true
 
 pytestmark = pytest.mark.net
 GONE = None
 
 
 def config(address: str = "127.0.0.1:0", **changes: Any) -> TransportConfig:
-    return replace(group_config(TransportConfig(), address), **{"connect_timeout_s": WAIT_S, **changes})
+    return replace(group_config(TransportConfig(), address), **{"connect_timeout_s": HANGS_S, **changes})
 
 
 class Group:
@@ -50,7 +51,7 @@ def group(ends: Ends) -> Group:
 
 
 def hear(side: GroupLeader | GroupMember) -> GroupItem:
-    item = side.receive(WAIT_S)
+    item = side.receive(HANGS_S)
     assert item is not None, "nothing came"
     return item
 
@@ -80,7 +81,7 @@ def test_messages_go_both_ways_in_order_with_payloads(group: Group) -> None:
         assert hear(leader) == GroupItem(2, HostAnswer(number), memoryview(large))
     assert leader.receive(0) is None and members[0].receive(0) is None
     for member in members:
-        member.close(WAIT_S)
+        member.close(HANGS_S)
     assert {hear(leader)[:2] for _ in range(2)} == {(1, GONE), (2, GONE)}
 
 
@@ -88,13 +89,13 @@ def test_one_that_closes_is_said_to_have_left_after_its_last_words(group: Group)
     leader = group.lead()
     first, second = group.join(1), group.join(2)
     first.send(HostWant("last"), bytes(5_000_000))
-    first.close(WAIT_S)
+    first.close(HANGS_S)
     assert hear(leader).message == HostWant("last")
     assert hear(leader) == GroupItem(1, GONE, reason="'host 1' ended the session: the host closed")
     # No member is host 1 any more.
     leader.send(HostStep(1))
     assert hear(second).message == HostStep(1)
-    leader.close(WAIT_S)
+    leader.close(HANGS_S)
     assert hear(second) == GroupItem(0, GONE, reason="'the leader' ended the session: the leader closed")
     second.send(HostWant("nobody hears"))
     second.close(1.0)

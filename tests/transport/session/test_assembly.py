@@ -19,7 +19,8 @@ from diloco_jax.transport.partials import Partial, Partials, PeerHoldings, Range
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import assembly as assembly_module
 from diloco_jax.transport.session.assembly import MESSAGES_MAX, RANGES_MAX, Assembly
-from tests.transport.ends import WAIT_S, comes_true, value
+from tests.limits import HANGS_S
+from tests.transport.ends import comes_true, value
 
 HEADER = pb.Header(run_id="run", sender="a", session=7, lane=pb.LANE_BULK, stripes=1)
 PACKED = wire.pack_header(HEADER)
@@ -138,7 +139,7 @@ def test_a_waiting_sender_continues_when_there_is_room_or_the_session_ends() -> 
             receiver.assembly.close()
         else:
             receiver.feed(frames(1, b"first")[0])
-        assert done.wait(WAIT_S)
+        assert done.wait(HANGS_S)
         receiver.deliver()
         assert [number for number, _ in receiver.came] == ([] if end else [1, 2, 3])
 
@@ -159,13 +160,13 @@ def test_who_waits_hears_of_the_room_that_a_delivery_makes(monkeypatch: pytest.M
         done.set()
 
     threading.Thread(target=add, daemon=True).start()
-    assert looked.acquire(timeout=WAIT_S)
+    assert looked.acquire(timeout=HANGS_S)
     # This call checks for room, and wakes the other thread to check too.
     receiver.assembly.add(incoming(frames(1, bytes(1000), 900)[1]))
-    assert looked.acquire(timeout=WAIT_S) and looked.acquire(timeout=WAIT_S)
+    assert looked.acquire(timeout=HANGS_S) and looked.acquire(timeout=HANGS_S)
     assert not done.is_set()
     receiver.deliver()
-    assert done.wait(WAIT_S)
+    assert done.wait(HANGS_S)
 
 
 def test_one_delivers_and_the_others_continue() -> None:
@@ -174,17 +175,17 @@ def test_one_delivers_and_the_others_continue() -> None:
 
     def slow(message: Any, payload: memoryview) -> None:
         began.set()
-        go_on.wait(WAIT_S)
+        go_on.wait(HANGS_S)
         heard.append(message.global_step)
 
     receiver.assembly.add(incoming(frames(1, b"x")[0]))
     first = threading.Thread(target=receiver.assembly.deliver, args=(slow,), daemon=True)
     first.start()
-    assert began.wait(WAIT_S)
+    assert began.wait(HANGS_S)
     receiver.feed(frames(2, b"y")[0])
     assert heard == [] and receiver.came == []
     go_on.set()
-    first.join(WAIT_S)
+    first.join(HANGS_S)
     assert heard == [1, 2]
 
 
@@ -382,7 +383,7 @@ def test_what_nobody_continues_is_dropped_by_one_timer_and_not_relied_on() -> No
     held = PeerHoldings(partials.announce())
     (timer,) = set(threading.enumerate()) - before
     assert comes_true(lambda: not partials.held_bytes)
-    timer.join(WAIT_S)
+    timer.join(HANGS_S)
     assert held.claim((1, 100)) is None
 
 

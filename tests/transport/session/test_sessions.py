@@ -25,7 +25,11 @@ from diloco_jax.transport.session import sessions
 from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Drains, HostParts, HostSessions, Refused, SessionBook
 from diloco_jax.transport.session.stream import StreamSession
-from tests.transport.ends import WAIT_S, Quiet, comes_true, value
+from tests.limits import HANGS_S
+from tests.transport.ends import Quiet, comes_true, value
+
+# The id of the listener's run.
+ID = "5eed"
 
 
 class Side:
@@ -33,10 +37,13 @@ class Side:
 
     def __init__(self, **limits: int) -> None:
         self.config, self.inbox = TransportConfig(), Inbox()
-        self.book = SessionBook(self.config, "run", 3, **limits)  # type: ignore[arg-type]
+        self.book = SessionBook(self.config, "run", 3, run=ID, **limits)  # type: ignore[arg-type]
 
-    def admit(self, learner_id: str = "a", incarnation: int = 0, number: int = 1, epoch: int = 3) -> Quiet:
+    def admit(
+        self, learner_id: str = "a", incarnation: int = 0, number: int = 1, epoch: int = 3, run: str = ""
+    ) -> Quiet:
         header = pb.Header(run_id="run", epoch=epoch, sender=learner_id, incarnation=incarnation, session=number)
+        header.run = run
         return self.book.admit(header, lambda: Quiet(self.inbox, header))
 
     def open(self, learner_id: str = "a", incarnation: int = 0) -> Quiet:
@@ -93,6 +100,15 @@ def test_session_that_opens_while_the_listener_closes_is_refused(side: Side) -> 
         side.book.establish(opening)
 
 
+@pytest.mark.parametrize("epoch", [0, 3, 4])
+def test_a_learner_of_another_run_of_the_same_name_is_refused_for_good(side: Side, epoch: int) -> None:
+    words = "'a' has joined another run with the id cafe, and this syncer trains the run with the id 5eed: stop this"
+    with pytest.raises(Refused, match=words) as raised:
+        side.admit(epoch=epoch, run="cafe")
+    assert raised.value.final
+    side.admit(run=ID)
+
+
 def test_later_epoch_is_refused_and_an_earlier_one_welcome(side: Side) -> None:
     """A learner that outlived the syncer returns with the old number; one that knows a newer syncer must not."""
     with pytest.raises(Refused, match="heard of epoch 4 of the syncer, this one is of epoch 3: stop this old syncer"):
@@ -137,8 +153,8 @@ def test_payloads_that_nobody_reads_are_bounded_in_bytes() -> None:
     assert session.offer(Heartbeat("a", 0), b""), "control messages have separate room"
     assert session.waiting_bytes == 60 and not offered.is_set()
     assert inbox.get(0) is not None
-    assert offered.wait(WAIT_S) and session.waiting_bytes == 60
-    thread.join(WAIT_S)
+    assert offered.wait(HANGS_S) and session.waiting_bytes == 60
+    thread.join(HANGS_S)
 
 
 @pytest.fixture
@@ -155,7 +171,7 @@ def ask(drains: Drains, on_drain: Callable[[str], str] | None) -> tuple[bool, st
         while thread.is_alive() and not answers:
             drains.answer(on_drain)
     finally:
-        thread.join(WAIT_S)
+        thread.join(HANGS_S)
     return answers[0]
 
 
@@ -182,7 +198,7 @@ def test_drain_that_fails_is_the_drivers_error_and_the_caller_hears_of_it(drains
     with pytest.raises(KeyError):
         while thread.is_alive():
             drains.answer(lambda name: {}[name])
-    thread.join(WAIT_S)
+    thread.join(HANGS_S)
     assert answers == [(False, "the syncer failed; see its log")]
 
 
@@ -308,8 +324,8 @@ def test_driver_that_does_not_read_holds_up_the_host_that_brings_the_last_part()
     thread.start()
     assert not through.wait(0.1) and leader.waiting_bytes == 180
     assert leader.inbox.get(0) is not None
-    assert through.wait(WAIT_S) and leader.inbox.get(0) is not None
-    thread.join(WAIT_S)
+    assert through.wait(HANGS_S) and leader.inbox.get(0) is not None
+    thread.join(HANGS_S)
 
 
 def test_only_one_value_at_a_time_is_whole_while_the_driver_does_not_read() -> None:
@@ -323,7 +339,7 @@ def test_only_one_value_at_a_time_is_whole_while_the_driver_does_not_read() -> N
         state = busy, held_bytes
         assert comes_true(lambda: (sum(each.is_alive() for each in threads), parts.held_bytes) == state)  # noqa: B023
     assert leader.waiting_bytes == 180
-    found = [leader.inbox.get(WAIT_S) for _ in range(3)]
+    found = [leader.inbox.get(HANGS_S) for _ in range(3)]
     assert [item and len(item[1].payload) for item in found] == [180, 180, 90]
     assert parts.held_bytes == 0
 

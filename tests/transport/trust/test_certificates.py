@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import logging
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from diloco_jax.transport import trust
 from diloco_jax.transport.link import TransportConfig, check_name
 from diloco_jax.transport.trust import certificates
 from diloco_jax.transport.trust.certificates import Defect, make, settings
-from diloco_jax.transport.trust.security import credentials
+from diloco_jax.transport.trust.security import credentials, valid_until
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,22 @@ def test_wrong_input(tmp_path: Path, learners: list[str], days: int, reason: str
     with pytest.raises(ValueError, match=reason):
         make(tmp_path / "new", learners, days=days)
     assert not (tmp_path / "new").exists()
+
+
+def test_without_the_package_an_error_names_setting_package_and_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, ["a"])
+    encrypted = TransportConfig(**settings(tmp_path))
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.delitem(sys.modules, certificates.__name__)
+    monkeypatch.delattr(trust, "certificates")
+    told = r"transport\.tls_ca, `diloco certs`.*the package cryptography, .* run pip install -e '\.\[tls\]'"
+    with pytest.raises(ValueError, match=told):
+        credentials(encrypted, "a")
+    with pytest.raises(ValueError, match=told):
+        valid_until(encrypted, "a")
+    assert credentials(TransportConfig(), "a").token == b"", "plaintext needs no package"
 
 
 def test_names_for_which_a_certificate_speaks() -> None:

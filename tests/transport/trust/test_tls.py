@@ -21,7 +21,8 @@ from diloco_jax.transport.session.calls import DaemonThreads, ask_drain, ask_sta
 from diloco_jax.transport.session.refusals import REFUSALS
 from diloco_jax.transport.trust import certificates, security
 from diloco_jax.transport.trust.security import credentials, is_loopback
-from tests.transport.ends import CONFIG, WAIT_S, Ends, comes_true, greet, hear
+from tests.limits import HANGS_S
+from tests.transport.ends import CONFIG, Ends, comes_true, greet, hear
 
 pytestmark = pytest.mark.net
 PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
@@ -57,7 +58,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for the reason early, and give the check the time that a loaded machine needs."""
     monkeypatch.setattr(grpc_link, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(security, "PROBE_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(security, "PROBE_TIMEOUT_S", HANGS_S)
 
 
 class Run:
@@ -269,12 +270,12 @@ def raw_calls(address: str, ours: Path, *, certificate: bool) -> Iterator[grpc.S
         key, chain = (ours / "island-0.key").read_bytes(), (ours / "island-0.pem").read_bytes()
     own = grpc.ssl_channel_credentials(ca, key, chain)
     header = pb.Header(run_id="run", sender="island-0", incarnation=99, session=1, lane=pb.LANE_CONTROL, stripes=1)
-    opens = {"metadata": (("diloco-header-bin", header.SerializeToString()),), "timeout": WAIT_S}
+    opens = {"metadata": (("diloco-header-bin", header.SerializeToString()),), "timeout": HANGS_S}
     drain = pb.DrainRequest(learner_id="island-0").SerializeToString()
     with grpc.secure_channel(address, own, [("grpc.ssl_target_name_override", SYNCER_HOST)]) as channel:
         for call in (
-            lambda: channel.unary_unary("/diloco.v1.Syncer/Status")(b"", timeout=WAIT_S),
-            lambda: channel.unary_unary("/diloco.v1.Syncer/Drain")(drain, timeout=WAIT_S),
+            lambda: channel.unary_unary("/diloco.v1.Syncer/Status")(b"", timeout=HANGS_S),
+            lambda: channel.unary_unary("/diloco.v1.Syncer/Drain")(drain, timeout=HANGS_S),
             lambda: next(channel.stream_stream("/diloco.v1.Syncer/Connect")(iter(()), **opens)),
         ):
             with pytest.raises(grpc.RpcError) as raised:
@@ -306,7 +307,7 @@ def test_who_may_drain_whom(run: Run) -> None:
 
     def drive() -> None:
         while not stop.is_set():
-            run.listener.receive(WAIT_S)
+            run.listener.receive(HANGS_S)
 
     run.listener.on_drain = on_drain
     driver = threading.Thread(target=drive)
@@ -319,7 +320,7 @@ def test_who_may_drain_whom(run: Run) -> None:
     assert ask_status(run.config("island-1")) == "{}"
     stop.set()
     run.listener.wake()
-    driver.join(WAIT_S)
+    driver.join(HANGS_S)
 
 
 @pytest.mark.parametrize(
