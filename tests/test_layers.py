@@ -289,13 +289,6 @@ def test_no_two_classes_share_a_name() -> None:
     assert not found, "\n".join(found)
 
 
-def test_simulator_starts_without_jax() -> None:
-    code = "import sys, diloco_jax.sim.invariants.__main__; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
-    command, around = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
-    result = subprocess.run(command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=HANGS_S)
-    assert result.returncode == 0, result.stderr or "the simulator or its checkers import jax or numpy"
-
-
 def test_a_learner_starts_without_what_it_may_not_need() -> None:
     heavy = ("grain", "orbax.checkpoint", "numba", *HEAVY.values())
     code = f"""

@@ -19,7 +19,7 @@ Rules of this file
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.messages import Adopted, Lease
@@ -152,6 +152,11 @@ class Holding:
     pending: list[Share] = field(default_factory=list)
     # Samples whose work a confirmed share contained: sorted, never adjacent.
     taught: list[Range] = field(default_factory=list)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return all fields; ranges and shares never change, so new lists of them are enough of a copy."""
+        lists = {name: list(getattr(self, name)) for name in ("marks", "ranges", "pending", "taught")}
+        return {"settled": self.settled, "granted": self.granted, **lists}
 
     def after(self, sample: int) -> list[Lease]:
         """Return the leases from this sample on."""
@@ -330,7 +335,7 @@ class LeaseBook:
             "counts": [self._next, self._leased, self._merged, self._overwritten, self._released],
             "pool": list(self.pool),
             "unconfirmed": list(self.unconfirmed.items()),
-            "holdings": [{"name": name, **asdict(holding)} for name, holding in self.holdings.items()],
+            "holdings": [{"name": name, **holding.to_plain()} for name, holding in self.holdings.items()],
             "ended": list(self._ended.items()),
         }
 

@@ -5,11 +5,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import diloco_jax
 from diloco_jax.runtime.model.evaluation import Evaluator
+from diloco_jax.runtime.syncer import run as syncer_run
 from diloco_jax.settings import text as config_file
 from tests.limits import HANGS_S
 from tests.runtime.helpers import SMALL, call, environment, run, start, wait_for, write_config
@@ -33,6 +35,17 @@ def test_a_syncer_by_itself_finds_too_little_text_before_it_listens(tmp_path: Pa
         Evaluator(config)
 
 
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a syncer without its model: it draws one, and compiles merges, before it reads its folder and listens."""
+    digests = [0] * SMALL["protocol"]["num_fragments"]
+    model = Mock(**{"digests": digests, "value_bytes.return_value": 1, "delta_bytes.return_value": 0})
+    monkeypatch.setattr(syncer_run, "Arithmetic", Mock())
+    monkeypatch.setattr(syncer_run, "make_model", Mock(return_value=model))
+    monkeypatch.setattr(Evaluator, "initial_parameters", lambda _: {})
+
+
+@pytest.mark.usefixtures("no_model")
 @pytest.mark.parametrize("command", ["audit", "syncer"])
 def test_a_folder_of_an_unknown_release_gets_one_line(tmp_path: Path, command: str) -> None:
     config = write_config(tmp_path)
@@ -72,6 +85,7 @@ def test_settings_of_a_command_line_are_those_of_a_file(tmp_path: Path) -> None:
     assert made == config_file.load(write_config(tmp_path, **changes))
 
 
+@pytest.mark.usefixtures("no_model")
 def test_port_in_use(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

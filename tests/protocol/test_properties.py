@@ -161,7 +161,7 @@ class Watch:
         assert syncer.waiting_for(now_s)
 
 
-@settings(STEADY, max_examples=examples(80))
+@settings(STEADY, max_examples=examples(150))
 @given(syncer_inputs, st.integers(0, 3), st.integers(1, 3))
 def test_a_syncer_survives_anything(inputs: list[Any], tau: int, quorum: int) -> None:
     syncer = Syncer(config(tau, quorum), 12, FINGERPRINT)
@@ -277,7 +277,7 @@ class Looks:
             assert message.local_step in self.states, "sent without a copy"
 
 
-@settings(STEADY, max_examples=examples(100))
+@settings(STEADY, max_examples=examples(150))
 @given(learner_inputs, st.integers(0, 3), st.sampled_from([None, Saved(0, (0, 0)), Saved(40, (2, 3))]), st.booleans())
 def test_a_learner_survives_anything(inputs: list[Any], tau: int, saved: Saved | None, usable: bool) -> None:
     learner = Learner("a", 1, config(tau), FINGERPRINT, saved=saved)

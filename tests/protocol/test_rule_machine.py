@@ -250,7 +250,7 @@ def _indices(ranges: list[tuple[int, int]]) -> Iterator[int]:
 
 TestRules = Machine.TestCase
 TestRules.settings = settings(
-    max_examples=examples(30),
+    max_examples=examples(60),
     stateful_step_count=50,
     deadline=None,
     derandomize=TIMES == 1,

@@ -47,7 +47,7 @@ CALM_NETWORK = NetworkOptions(faults=LinkFaults())
 SCENARIO = Scenario(
     config=CONFIG,
     learners=4,
-    total_steps=200,
+    total_steps=140,
     network=NETWORK,
     faults=(
         Fault(12.0, "crash", ("island-1",), 6.0, notice_s=0.02),
@@ -93,7 +93,7 @@ RECOVERY = Scenario(
     seed=2,
 )
 EVALUATED = replace(SCENARIO, plan=EvaluationPlan(30.0, 20))
-TOKENS = replace(ONE_FRAGMENT, tokens=400_000, config=replace(CONFIG, num_fragments=1))
+TOKENS = replace(ONE_FRAGMENT, total_steps=200, tokens=400_000, config=replace(CONFIG, num_fragments=1))
 STEPS = replace(
     SCENARIO,
     payload_bytes=8000,
@@ -258,7 +258,8 @@ class Moody(RoundBook):
     moods = count()
 
     def _begin_grace(self, this: Round, now_s: float) -> float:
-        return super()._begin_grace(this, now_s) + 0.1 * (next(self.moods) % 7)
+        # After 101 rounds it would decide the same again.
+        return super()._begin_grace(this, now_s) + 0.01 * (37 * next(self.moods) % 101)
 
 
 class Deaf(Syncer):

@@ -20,6 +20,7 @@ from diloco_jax.sim.invariants.verdict import judge
 from diloco_jax.sim.norms import SPREAD, DrawnNorms, NormEvent, NormSettings
 from diloco_jax.sim.scenario import Scenario
 from diloco_jax.tools.replay.audit import audit
+from tests.drawn import seeds
 
 CONFIG = ProtocolConfig(
     sync_every=1, num_fragments=1, overlap_steps=1, strikes_max=1000, unmerged_rounds_max=1000, recover_from_peers=False
@@ -89,7 +90,7 @@ def test_a_finite_value_whose_merge_overflows_is_excluded() -> None:
         assert "which is not finite" in judge(having(ALONE, OVERFLOW), checkers=[ExclusionsHold]).problem
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_seed_with_norms(seed: int) -> None:
     verdict = judge(with_norms(random_scenario(seed)))
     if verdict.problem:
