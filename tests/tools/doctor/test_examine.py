@@ -3,8 +3,10 @@
 import dataclasses
 import datetime
 import json
+import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -16,13 +18,14 @@ import grpc
 import pytest
 
 from diloco_jax.cli import main as cli
+from diloco_jax.runtime.records import signals
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump, load
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.doctor import link as doctor_link
 from diloco_jax.tools.doctor.examine import as_dict, describe, listening
 from diloco_jax.tools.doctor.host import Check, ProcessPart, part_of
-from diloco_jax.tools.doctor.probing import greet
+from diloco_jax.tools.doctor.probing import Greeting, Rate, greet
 from diloco_jax.training.models.config import OWN, ModelConfig
 from diloco_jax.transport.endpoints import grpc_link, probe
 from diloco_jax.transport.endpoints.greeting import Description, ModelDesk
@@ -30,7 +33,7 @@ from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportError
 from diloco_jax.transport.trust import certificates, security
 from tests.limits import HANGS_S
-from tests.runtime.helpers import start, write_config
+from tests.runtime.helpers import write_config
 from tests.sockets import free_port
 
 pytestmark = pytest.mark.net
@@ -89,18 +92,31 @@ Look = Callable[..., dict[str, Check]]
 
 @pytest.fixture
 def look(config: RunConfig, need: ProcessPart, listener: GrpcListener) -> Look:
-    """Return a function that checks a link; its keyword arguments change the transport."""
+    """Return a function that checks a link; its keyword arguments change the transport.
 
-    def run(name: str = "island-0", address: str = "", *, own: RunConfig = config, **changes: Any) -> dict[str, Check]:
+    With `measured` it also moves bytes for a while; otherwise a gigabyte per second is taken for granted.
+    """
+
+    def run(
+        name: str = "island-0",
+        address: str = "",
+        *,
+        own: RunConfig = config,
+        measured: bool = False,
+        **changes: Any,
+    ) -> dict[str, Check]:
         transport = dataclasses.replace(own.transport, **changes)
         side = doctor_link.dialled(transport, name, address or listener.address)
-        return {check.name: check for check in doctor_link.check_link(own, side, need, 0.3)}
+        with pytest.MonkeyPatch.context() as patched:
+            if not measured:
+                patched.setattr(doctor_link, "measure", lambda *_: Rate(1, 1e9))
+            return {check.name: check for check in doctor_link.check_link(own, side, need, 0.3)}
 
     return run
 
 
 def test_a_good_link_is_good_in_all_points(look: Look) -> None:
-    found = look()
+    found = look(measured=True)
     expected = {"credentials", "address", "reach", "syncer", "clock", "versions", "throughput", "TCP buffers"}
     assert found.keys() == expected
     assert {check.status for check in found.values()} == {"ok"}, found
@@ -216,7 +232,7 @@ def test_throughput_of_a_slow_link(look: Look, listener: GrpcListener) -> None:
         # Each of the four connections has this rate.
         relay.change("up", bytes_per_s=125_000.0)
         relay.change("down", bytes_per_s=250_000.0)
-        found = look(address=relay.address)["throughput"]
+        found = look(address=relay.address, measured=True)["throughput"]
     words = found.found.replace(",", "").split()
     up, down = float(words[1]), float(words[4])
     assert 1 < up < 10 and 2 < down < 20 and words[2] == words[5] == "Mbit/s", found
@@ -246,7 +262,7 @@ def test_listen_answers_doctors_and_no_learner(config: RunConfig, look: Look) ->
     transport = dataclasses.replace(config.transport, address=f"127.0.0.1:{port}")
     with listening(dataclasses.replace(config, transport=transport)) as address:
         assert address == transport.address
-        assert look(address=transport.address)["throughput"].status == "ok"
+        assert look(address=transport.address, measured=True)["throughput"].status == "ok"
         with pytest.raises(TransportError, match="refused 'island-0'"):
             grpc_link.connect(transport, run_id=config.name, learner_id="island-0", incarnation=1)
     assert look(address=transport.address)["reach"].status == "fail"
@@ -254,22 +270,49 @@ def test_listen_answers_doctors_and_no_learner(config: RunConfig, look: Look) ->
         pass
 
 
-def test_the_command_listens_until_it_is_interrupted(tmp_path: Path, config: RunConfig) -> None:
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restore the handlers of signals that a command replaces."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_command_listens_until_it_is_interrupted(
+    tmp_path: Path,
+    config: RunConfig,
+    handlers: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     transport = dataclasses.replace(config.transport, address=f"127.0.0.1:{free_port()}")
     path = tmp_path / "listen.yaml"
     path.write_text(dump(dataclasses.replace(config, transport=transport)), encoding="utf-8")
-    process = start("doctor", path, "--listen")
-    try:
-        assert process.stdout is not None
-        assert "answering `diloco doctor` at 127.0.0.1:" in process.stdout.readline()
-        greeting = greet(transport, "island-0")
-        assert greeting.run_id == "small" and greeting.settings["sequence length"] == "32"
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=HANGS_S)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 0
+    stops, heard, stop_on_signals = list[threading.Event](), list[Greeting](), signals.stop_on_signals
+
+    def stop_on_recorded_signals() -> threading.Event:
+        stops.append(stop_on_signals())
+        return stops[0]
+
+    monkeypatch.setattr(signals, "stop_on_signals", stop_on_recorded_signals)
+
+    def ask() -> None:
+        try:
+            heard.append(greet(transport, "island-0"))
+            # The command answers, so it handles signals.
+            os.kill(os.getpid(), signal.SIGINT)
+        except Exception:
+            for stop in stops:
+                stop.set()
+            raise
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert cli.main(["doctor", str(path), "--listen"]) == 0
+    asking.join()
+    assert f"answering `diloco doctor` at {transport.address} until Ctrl-C" in capsys.readouterr().out
+    assert [(each.run_id, each.settings["sequence length"]) for each in heard] == [("small", "32")]
 
 
 def test_the_command_prints_every_check_and_fails_with_one(

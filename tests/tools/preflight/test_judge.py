@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +27,10 @@ from diloco_jax.training.flops import model_flops
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig, make_mesh
-from tests.limits import HANGS_S
+from tests.runtime.helpers import call
 
-# A compiler works, perhaps on a busy machine.
 # The compiler for TPUs is libtpu.
 NEEDS_COMPILER = pytest.mark.extra("dev")
-
-ROOT = Path(__file__).resolve().parents[3]
 
 DECODER = {
     "dim": 128, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "mlp_dim": 256, "vocab_size": 512,
@@ -61,48 +56,58 @@ def write(folder: Path, **changes: Any) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what the command prints for islands of two generations."""
-    config = write(tmp_path_factory.mktemp("preflight"))
-    command = [sys.executable, "-m", "diloco_jax", "preflight", str(config), "--json"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_S)
+def preflight(config: Path) -> dict[str, Any]:
+    """Return what the command prints."""
+    result = call("preflight", config, "--json")
     assert result.returncode == 0, result.stderr
     assert "inner step" in result.stderr, "nobody was told what takes so long"
     loaded: dict[str, Any] = json.loads(result.stdout)
     return loaded
 
 
-@NEEDS_COMPILER
-def test_each_kind_of_island_is_compiled_once(compiled: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Compile for islands of one kind."""
+    return preflight(write(tmp_path_factory.mktemp("preflight"), islands={"each": {}}))
+
+
+def check(compiled: dict[str, Any]) -> None:
+    """Check the programs of each kind of island."""
     assert compiled["ok"] and not compiled["problems"]
-    assert [(each["topology"], each["islands"]) for each in compiled["islands"]] == [
-        ("v6e:4x4", ["island-0", "island-2"]),
-        ("v5p:2x2x1", ["island-1"]),
-    ]
-    for topology in ("v6e:4x4", "v5p:2x2x1"):
-        rows = [row for row in compiled["rows"] if row["topology"] == topology]
+    for island in compiled["islands"]:
+        rows = [row for row in compiled["rows"] if row["topology"] == island["topology"]]
         assert {row["program"].split()[0] for row in rows} == {"create", "step", "stage", "adopt"}
         staged = [number for row in rows if row["program"].startswith("stage") for number in row["fragments"]]
         assert sorted(staged) == [0, 1]
         assert all(row["fits"] and 0 < row["hbm_bytes"] < row["hbm_limit_bytes"] for row in rows)
-
-
-@NEEDS_COMPILER
-def test_only_the_inner_step_has_collectives(compiled: dict[str, Any]) -> None:
-    for row in compiled["rows"]:
-        assert bool(row["collectives"]) == (row["program"] == "step"), row
-        assert not row["host_transfers"]
-
-
-@NEEDS_COMPILER
-def test_most_of_what_is_computed_is_needed(compiled: dict[str, Any]) -> None:
-    for island in compiled["islands"]:
         assert 0.7 <= island["flops_ratio"] <= 1.0
         # nothing is computed again here, so all that the formula leaves out is the masked half of attention
         everything = island["model_flops"] + island["masked_flops"]
         assert island["compiled_flops"] == pytest.approx(everything, rel=0.02)
         assert not island["unread_loops"]
+    for row in compiled["rows"]:
+        # Only the inner step has collectives.
+        assert bool(row["collectives"]) == (row["program"] == "step"), row
+        assert not row["host_transfers"]
+
+
+@NEEDS_COMPILER
+def test_programs_are_those_that_an_island_needs(compiled: dict[str, Any]) -> None:
+    assert [(each["topology"], each["islands"]) for each in compiled["islands"]] == [
+        ("v6e:4x4", ["island-0", "island-1", "island-2"])
+    ]
+    check(compiled)
+
+
+@NEEDS_COMPILER
+@pytest.mark.long
+def test_each_kind_of_island_is_compiled_once(tmp_path: Path) -> None:
+    found = preflight(write(tmp_path))
+    assert [(each["topology"], each["islands"]) for each in found["islands"]] == [
+        ("v6e:4x4", ["island-0", "island-2"]),
+        ("v5p:2x2x1", ["island-1"]),
+    ]
+    check(found)
 
 
 @NEEDS_COMPILER
@@ -122,7 +127,12 @@ def test_what_an_island_holds(compiled: dict[str, Any]) -> None:
 
 @NEEDS_COMPILER
 def test_report_for_people(compiled: dict[str, Any]) -> None:
-    text = describe(compiled)
+    # As if there were an island of another kind, with the same programs.
+    [island] = compiled["islands"]
+    islands = [{**island, "islands": ["island-0", "island-2"]}]
+    islands.append({**island, "islands": ["island-1"], "topology": "v5p:2x2x1"})
+    rows = [{**row, "topology": each["topology"]} for each in islands for row in compiled["rows"]]
+    text = describe({**compiled, "islands": islands, "rows": rows})
     for words in ("2 islands, island-0 to island-2", "v5p:2x2x1   island-1", "all-gather", "everything fits"):
         assert words in text
     assert len(text.splitlines()) < 60
