@@ -49,7 +49,8 @@ def test_a_module_and_a_split_state_are_killed_and_return_with_moments_and_stati
     process = start("train", tmp_path / "nnx.yaml", "--quiet", "--run-dir", run_dir, step_s=0.04)
     for name in ("island-1", "island-0"):
         wait_for(lambda: notes(run_dir, "merged", name) > 3, f"merges of {name}", process)  # noqa: B023
-        wait_for(lambda: any((run_dir / "states" / name).rglob("step_*.json")), f"a save of {name}", process)  # noqa: B023
+        states = run_dir / "states" / name
+        wait_for(lambda: any(states.rglob("step_*.json")), f"a save of {name}", process)  # noqa: B023
         os.kill(island_pid(run_dir, name), signal.SIGKILL)
         wait_for(lambda: len(starts(run_dir, name)) == 2, f"the return of {name}", process)  # noqa: B023
     interrupted(process)

@@ -100,13 +100,14 @@ ANCHOR = {"w": np.arange(4, dtype=np.float32)}
 
 def test_what_a_round_waits_for_goes_before_a_state() -> None:
     failures: list[Exception] = []
+    refused: list[str] = []
     sender, wire, big = PayloadSender(failures.append), Wire(), big_state()
     for index in range(3):
-        sender.part(wire, part(index), big)
+        sender.part(wire, part(index), big, refused.append)
     sender.value(wire, VALUE, Update(b"update"))
     sender.anchor(wire, AnchorValue("x", 1, 0, 3, 99, 0), ANCHOR["w"].tobytes)
     # The state has no chunk of this number, so there is no answer.
-    sender.part(wire, part(big.count(STATE_PART_BYTES)), big)
+    sender.part(wire, part(big.count(STATE_PART_BYTES)), big, refused.append)
     wire.go.set()
     wire.await_messages(5)
     kinds = [type(message).__name__ for message, _ in wire.sent]
@@ -121,7 +122,7 @@ def test_what_a_round_waits_for_goes_before_a_state() -> None:
     for message, payload in parts:
         assert (message.parts, message.payload_bytes) == (big.count(STATE_PART_BYTES), len(payload))
         assert message.digest == codec.digest(payload)
-    assert failures == []
+    assert failures == [] and refused == []
 
 
 def big_state() -> MovingState:
