@@ -31,6 +31,8 @@ from diloco_jax.torch.holder import TorchArrays, TorchHolder
 from diloco_jax.torch.names import like_flax, placed_parameters, unwrapped
 
 pytestmark = pytest.mark.extra("parity")
+# Threads that wait for each other would cost more than these small arrays.
+torch.set_num_threads(1)
 
 OPTIMIZERS: dict[str, Any] = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),

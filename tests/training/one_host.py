@@ -25,6 +25,7 @@ from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
 from tests.limits import HANGS_S
+from tests.quick import compile_quickly
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 # Rows of 512 elements among others: whole blocks, so that shards of them are rounded on the devices.
@@ -147,6 +148,8 @@ def _flat(payload: bytes | list[codec.Bytes]) -> bytes:
 def main() -> None:
     """Run all cases as one of the two processes."""
     folder, host, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    # The bits are compared with those of the test's process, which compiles quickly too.
+    compile_quickly()
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, host, coordinator_bind_address=f"127.0.0.1:{port}")
     found: dict[str, np.ndarray] = {}

@@ -37,7 +37,7 @@ def outline(make: Callable[[], nnx.Module]) -> Outline:
 
 # What parameters of these names start from; all others start from 0. A state of gated DeltaNet keeps most of itself.
 STARTS = {"scale": 1.0, "layer_scale": 1.0, "router_scale": 1.0, "expert_scale": 1.0, "a_log": 1.7, "dt_bias": -4.5}
-WITHOUT_FAN_IN = ("bias", "embedding", "table", "scale", "sinks", "a_log", "bounds")
+WITHOUT_FAN_IN = ("bias", "embedding", "table", "scale", "sinks", "a_log")
 
 
 def drawn(params: Mapping[str, Any], *, seed: int = 5, noise: float = 0.3, **starts: float) -> dict[str, np.ndarray]:
@@ -49,6 +49,10 @@ def drawn(params: Mapping[str, Any], *, seed: int = 5, noise: float = 0.3, **sta
     """
     rng, found = np.random.default_rng(seed), dict[str, np.ndarray]()
     for path, value in sorted(params.items()):
+        if path.endswith("bounds"):
+            # Of inputs and outputs of a clipped map: most values are between them.
+            found[path] = np.broadcast_to(np.float32([-2, 2.5, -1.5, 2]), value.shape)
+            continue
         name, spread = path.rpartition("/")[2], noise
         if not name.endswith(WITHOUT_FAN_IN):
             # The second axis from the end is the input of a map, and the last one that of a convolution.

@@ -283,8 +283,6 @@ def of_hosts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, np.ndar
     """Return what each of two processes found."""
     folder, port = tmp_path_factory.mktemp("hosts"), free_port()
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(Path(__file__).parents[2])}
-    # The child compiles as this process does, because the bits are compared.
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     command = [sys.executable, "-m", "tests.training.one_host", str(folder)]
     logs = [folder / f"{host}.log" for host in range(2)]
     processes = []

@@ -1,7 +1,9 @@
 """Inner optimizers against NumPy, and schedules as functions of the global step."""
 
 import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -9,6 +11,13 @@ import pytest
 
 from diloco_jax.core.kinds import Kind, canonical_of
 from diloco_jax.training.optimizers import OptimizerConfig, OptimizerName, learning_rate, make_inner
+
+pytestmark = pytest.mark.usefixtures("quick_compiler")
+
+
+def first_updates(tx: optax.GradientTransformation, gradient: Any, params: Any) -> Any:
+    """Return the first updates, from one compiled program."""
+    return jax.jit(lambda gradient, params: tx.update(gradient, tx.init(params), params)[0])(gradient, params)
 
 
 def test_wsd_warms_up_stays_and_decays() -> None:
@@ -38,13 +47,14 @@ def test_adamw_is_its_formula_and_decays_matrices_only() -> None:
     rng = np.random.default_rng(0)
     gradients = [{k: rng.normal(size=v.shape).astype(np.float32) for k, v in params.items()} for _ in range(3)]
     tx = make_inner(config, params)
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
+    step = jax.jit(tx.update)
     want = {k: np.asarray(v, np.float64) for k, v in params.items()}
     m = {k: 0.0 for k in params}
     v = {k: 0.0 for k in params}
     for t, gradient in enumerate(gradients, start=1):
-        updates, state = tx.update(gradient, state, params)
-        params = {k: p + 0.1 * updates[k] for k, p in params.items()}
+        updates, state = step(gradient, state, params)
+        params = {k: p + np.float32(0.1) * np.asarray(updates[k]) for k, p in params.items()}
         for k, g in gradient.items():
             m[k], v[k] = 0.8 * m[k] + 0.2 * g, 0.9 * v[k] + 0.1 * g * g
             decay = 0.5 if k == "a/kernel" else 0.0
@@ -59,7 +69,7 @@ def test_muon_orthogonalises_matrices_and_leaves_the_rest_to_adam() -> None:
     params = {"x/kernel": jnp.zeros((6, 3)), "embed/embedding": jnp.zeros((6, 3)), "x/scale": jnp.zeros(3)}
     gradient = {k: jnp.asarray(rng.normal(size=v.shape), jnp.float32) for k, v in params.items()}
     tx = make_inner(config, params)
-    updates, _ = tx.update(gradient, tx.init(params), params)
+    updates = first_updates(tx, gradient, params)
     # Five quintic Newton-Schulz steps bring singular values near one, not to it; the direction is that of -U V^T.
     u, _, vt = np.linalg.svd(gradient["x/kernel"], full_matrices=False)
     np.testing.assert_allclose(np.linalg.svd(updates["x/kernel"], compute_uv=False), 1.0, atol=0.35)
@@ -75,11 +85,12 @@ def test_muon_treats_each_layer_of_a_stack_alone() -> None:
     layers = [jnp.asarray(rng.normal(size=(4, 6)), jnp.float32) for _ in range(3)]
     stack = {"b/kernel": jnp.stack(layers), "b/scale": jnp.ones((3, 4))}
     tx = make_inner(config, stack, kinds={"b/kernel": Kind("matrix", 1), "b/scale": Kind("vector", 1)})
-    stacked, _ = tx.update(stack, tx.init(stack), stack)
+    stacked = first_updates(tx, stack, stack)
+    first = {"b/kernel": layers[0], "b/scale": jnp.ones(4)}
+    tx = make_inner(config, first)
+    update = jax.jit(lambda one: tx.update(one, tx.init(one), one)[0])
     for i, layer in enumerate(layers):
-        one = {"b/kernel": layer, "b/scale": jnp.ones(4)}
-        tx = make_inner(config, one)
-        alone, _ = tx.update(one, tx.init(one), one)
+        alone = update({**first, "b/kernel": layer})
         np.testing.assert_allclose(stacked["b/kernel"][i], alone["b/kernel"], atol=1e-5)
         np.testing.assert_allclose(stacked["b/scale"][i], alone["b/scale"], atol=1e-6)
 
@@ -89,7 +100,8 @@ def test_large_gradients_are_clipped_to_the_norm() -> None:
     config = OptimizerConfig(clip_norm=1.0)
     tx = make_inner(config, params)
     big, small = ({"w": jnp.asarray([s, 0.0, 0.0, 0.0])} for s in (100.0, 1.0))
-    states = [tx.update(g, tx.init(params), params)[1] for g in (big, small)]
+    step = jax.jit(lambda g: tx.update(g, tx.init(params), params)[1])
+    states = [step(g) for g in (big, small)]
     np.testing.assert_allclose(optax.tree.norm(states[0]), optax.tree.norm(states[1]), rtol=1e-5)
 
 
@@ -131,11 +143,11 @@ def test_layers_at_axis_1_are_updated_as_layers_at_axis_0(name: OptimizerName) -
     found = []
     for params, orders in ((stored, {path: form.order for path, form in forms.items()}), (front, None)):
         tx = make_inner(OptimizerConfig(name=name, weight_decay=0.5), params, kinds=kinds, orders=orders)
-        zeros = {path: jnp.zeros_like(value) for path, value in params.items()}
-        decayed, _ = tx.update(zeros, tx.init(params), params)
+        update = jax.jit(lambda gradient, params, tx=tx: tx.update(gradient, tx.init(params), params)[0])
+        decayed = update({path: np.zeros_like(value) for path, value in params.items()}, params)
         # Decay alone: of the matrices of each layer, not of the scales.
-        np.testing.assert_allclose(decayed["b/kernel"], -0.5 * params["b/kernel"], rtol=1e-6)
-        assert not decayed["b/scale"].any()
-        found.append(tx.update(params, tx.init(params), params)[0])
+        np.testing.assert_allclose(decayed["b/kernel"], -0.5 * np.asarray(params["b/kernel"]), rtol=1e-6)
+        assert not np.asarray(decayed["b/scale"]).any()
+        found.append(update(params, params))
     for path, form in forms.items():
-        np.testing.assert_allclose(form.view(found[0][path]), found[1][path], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(form.view(np.asarray(found[0][path])), found[1][path], rtol=1e-5, atol=1e-6)

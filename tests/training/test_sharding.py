@@ -211,18 +211,22 @@ def test_a_stack_of_delta_layers_has_vectors_and_matrices() -> None:
 
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("module", MODULES)
-def test_a_stack_is_updated_as_its_layers_are(module: str, name: OptimizerName) -> None:
-    alone, stacked = describe(module, stacked=False), describe(module, stacked=True)
+def test_a_stack_is_updated_as_its_layers_are(name: OptimizerName) -> None:
+    # The decoder with experts has all kinds of parameters.
+    alone, stacked = describe(MOE, stacked=False), describe(MOE, stacked=True)
     config = OptimizerConfig(name=name, learning_rate=1e-2)
 
     def trained(blueprint: Blueprint, values: list[Arrays]) -> Arrays:
-        params = {path: jnp.asarray(value) for path, value in values[0].items()}
-        tx = make_inner(config, params, kinds=blueprint.kinds)
-        step, state = jax.jit(tx.update), tx.init(params)
+        tx = make_inner(config, jax.eval_shape(lambda: values[0]), kinds=blueprint.kinds)
+
+        @jax.jit
+        def step(params: Arrays, state: Any, gradient: Arrays) -> tuple[Arrays, Any]:
+            updates, state = tx.update(gradient, state, params)
+            return {path: value + 1e-2 * updates[path] for path, value in params.items()}, state
+
+        params, state = values[0], jax.jit(tx.init)(values[0])
         for gradient in values[1:]:
-            updates, state = step({path: gradient[path] for path in params}, state, params)
-            params = {path: value + 1e-2 * updates[path] for path, value in params.items()}
+            params, state = step(params, state, {path: gradient[path] for path in params})
         return {path: np.asarray(value) for path, value in params.items()}
 
     values = [random_values(alone.shapes, seed) for seed in range(4)]
@@ -280,7 +284,8 @@ def test_what_decays_is_what_is_merged_by_direction(name: OptimizerName) -> None
     shapes = {"conv": (2, 2, 3), "embed_in/kernel": (2, 3), "head": (2, 3), "router": (2, 2, 3), "scales": (2, 3)}
     params = {path: jnp.ones(shapes.get(path, (2, 3))) for path in kinds}
     tx = make_inner(OptimizerConfig(name=name, weight_decay=0.5), params, kinds=kinds)
-    updates, _ = tx.update({path: jnp.zeros_like(value) for path, value in params.items()}, tx.init(params), params)
+    update = jax.jit(lambda gradient: tx.update(gradient, tx.init(params), params)[0])
+    updates = update({path: np.zeros(value.shape, np.float32) for path, value in params.items()})
     decaying = {path for path, update in updates.items() if np.abs(np.asarray(update)).max() > 0}
     assert decaying == {"conv", "head", "router"}
     plan = FragmentConfig().plan({path: tuple(value.shape) for path, value in params.items()}, kinds, 1)

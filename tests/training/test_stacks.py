@@ -74,7 +74,7 @@ def make(at: int, name: OptimizerName, **mesh: int) -> Island:
 
 
 @pytest.mark.usefixtures("quick_compiler")
-@pytest.mark.parametrize(("name", "mesh"), [("adamw", {}), ("muon", {}), ("muon", {"fsdp": 2, "tensor": 2})])
+@pytest.mark.parametrize(("name", "mesh"), [("adamw", {}), ("muon", {"fsdp": 2, "tensor": 2})])
 def test_training_and_fragments_are_those_of_layers_in_front(name: OptimizerName, mesh: dict[str, int]) -> None:
     rng = np.random.default_rng(1)
     batches = [{"tokens": rng.integers(0, IDS, (8, 9), dtype=np.int32)} for _ in range(4)]

@@ -156,27 +156,25 @@ SHARED = {"num_layers": 8, "per_layer_dim": 4,
           "kinds": {"local": {"window": 3}, "global": {"head_dim": 8},
                     "local2": {"window": 3, "kv_from": "local", "mlp_dim": 24},
                     "global2": {"head_dim": 8, "kv_from": "global"}}}  # fmt: skip
-# A layer without positions and without a mixture, then layers with sinks, gates, biases, and mixtures of two kinds.
+# A layer without positions and without a mixture, then layers with sinks, gates, biases, and mixtures of two kinds. As
+# in gpt-oss, one of them has clamped gates, and most gates reach the limit.
 MIXED = {"num_layers": 5, "pattern": ["plain", "beside", "shared", "beside", "shared"], "norms": "both",
          "num_experts": 4, "routing": "dropless", "balance_coefficient": 0.0, "qkv_bias": True, "out_bias": True,
          "residual_scale": 0.5, "embed_multiplier": 3.0, "logit_scale": 0.25,
          "kinds": {"plain": {"rope_theta": 0.0, "num_experts": 0, "mlp_bias": True, "query_beta": 0.5,
                              "rope_length": 2},
-                   "beside": {"dense_beside": True, "attention_sinks": True, "expert_dim": 8},
+                   "beside": {"dense_beside": True, "attention_sinks": True, "expert_dim": 8, "mixture_bias": True,
+                              "activation": "silu", "glu_limit": 0.5, "rope_scaling": "yarn", "rope_factor": 8.0,
+                              "rope_length": 4, "rope_truncate": False},
                    "shared": {"shared_dim": 6, "attention_gate": True, "rope_fraction": 0.34}}}  # fmt: skip
 # Delta layers with a state, and gated attention over a part of each head, as in Qwen 3.5.
 DELTA = {"num_layers": 4, "pattern": ["delta", "full"], "norm_offset": True, "qk_norm": "head",
          "kinds": {"delta": {"mixer": "delta", "delta_key_dim": 6, "delta_value_dim": 8},
                    "full": {"attention_gate": True, "rope_fraction": 0.34}}}  # fmt: skip
-# Sinks, biases everywhere and clamped gates, as in gpt-oss; most gates reach the limit.
-GPT_OSS = {"num_layers": 4, "window": 3, "global_every": 2, "num_experts": 4, "routing": "dropless",
-           "balance_coefficient": 0.0, "qkv_bias": True, "out_bias": True, "attention_sinks": True,
-           "mixture_bias": True, "activation": "silu", "glu_limit": 0.5, "rope_scaling": "yarn", "rope_factor": 8.0,
-           "rope_length": 4, "rope_truncate": False}  # fmt: skip
 # Wavelengths that change where a text becomes longer than rope_length, which the tests do midway.
 LONGROPE = {"num_layers": 2, "rope_scaling": "longrope", "rope_factor": 4.0, "rope_length": 8, "rope_fraction": 0.67,
             "rope_short": (1.0, 1.5), "rope_long": (2.0, 6.0)}  # fmt: skip
-ALL = {"plain": {"num_layers": 3}, "gemma": GEMMA, "kinds": KINDS, "shared": SHARED, "mixed": MIXED, "gpt_oss": GPT_OSS}
+ALL = {"kinds": KINDS, "shared": SHARED, "mixed": MIXED}
 
 
 def stacked(plain: Model, options: Mapping[str, object]) -> Model:
@@ -216,12 +214,12 @@ def test_scanned_layers_are_unrolled_ones_and_every_parameter_but_constants_has_
     still = {path for path, gradient in gradients.items() if not np.abs(gradient).max()}
     assert still == {path for path in gradients if path.endswith("layer_scale")}
     # Along the gradient, the loss of unrolled layers rises by its norm. The step is small against the parameters.
-    norm, step = math.sqrt(sum(float((value**2).sum()) for value in gradients.values())), 3e-3
+    norm, step = math.sqrt(sum(float((value**2).sum()) for value in gradients.values())), 3e-5
     losses = []
     for sign in (1, -1):
         moved = {path: value + sign * step / norm * gradients[path] for path, value in plain.params.items()}
         losses.append(nats(logits_of(plain._replace(params=moved), TOKENS), TOKENS).mean())
-    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(norm, rel=0.01)
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(norm, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -308,12 +306,9 @@ def test_texts_of_one_window_do_not_know_each_other(options: dict[str, object], 
     assert (float(loss), float(metrics["weight"])) == (pytest.approx(want, rel=1e-5), 8)
 
 
-def test_default_size_is_about_a_million_and_starts_near_the_uniform_loss() -> None:
+def test_default_size_is_about_a_million() -> None:
     shapes = outline(lambda: Decoder(DecoderConfig(), rngs=nnx.Rngs(0))).params
     assert 0.9e6 < sum(v.size for v in shapes.values()) < 1.1e6
-    tokens = jnp.arange(64, dtype=jnp.int32).reshape(4, 16)
-    loss = jax.jit(lambda: build(vocab_size=256, dim=32).loss({"tokens": tokens})[0])()
-    assert float(loss) == pytest.approx(np.log(256), abs=0.3)
 
 
 def test_bfloat16_computes_close_to_float32_and_keeps_float32_parameters() -> None:
@@ -369,10 +364,9 @@ def written(graphdef: GraphDef, params: Mapping[str, Any], prompt: Any, length: 
 @pytest.mark.parametrize(
     ("options", "scan"),
     [
-        (GEMMA, True), (OLMO, False), (LONGROPE, False), (KINDS, True), (SHARED, True), (MIXED, True), (DELTA, True),
-        (GPT_OSS, False),
+        (GEMMA, True), (LONGROPE, False), (KINDS, True), (SHARED, True), (MIXED, True), (DELTA, True),
     ],
-    ids=["gemma", "olmo", "longrope", "kinds", "shared", "mixed", "delta", "gpt_oss"],
+    ids=["gemma", "longrope", "kinds", "shared", "mixed", "delta"],
 )  # fmt: skip
 def test_kept_keys_and_values_are_those_of_the_whole_text(options: dict[str, object], scan: bool) -> None:
     """Check it behind a padded prompt, whose padding is overwritten."""
@@ -386,14 +380,15 @@ def test_kept_keys_and_values_are_those_of_the_whole_text(options: dict[str, obj
 def test_the_likeliest_tokens_are_drawn() -> None:
     logits, keys = jnp.log(jnp.asarray([0.1, 0.4, 0.2, 0.3])), jax.random.split(jax.random.key(0), 200)
     for top_p, may in ((0.4, {1}), (0.41, {1, 3}), (0.75, {1, 2, 3}), (1.0, {0, 1, 2, 3})):
-        assert {*np.asarray(jax.vmap(lambda key, p=top_p: draw_token(logits, key, 1.0, p))(keys)).tolist()} == may
+        draw = jax.jit(jax.vmap(lambda key, p=top_p: draw_token(logits, key, 1.0, p)))
+        assert {*np.asarray(draw(keys)).tolist()} == may
 
 
 def test_what_it_writes_is_what_its_logits_say() -> None:
     model, prompt, context = randomised(), np.array([3, 1, 4], np.int32), 4
 
     @partial(jax.jit, static_argnums=(0, 2))
-    def program(temperature: float, seed: int, ids: int) -> jax.Array:
+    def program(temperature: float, seed: jax.Array, ids: int) -> jax.Array:
         options = {"context": context, "temperature": temperature, "ids": ids}
         return model.joined().generate(jnp.asarray(prompt), 6, jax.random.key(seed), **options)
 
@@ -407,5 +402,5 @@ def test_what_it_writes_is_what_its_logits_say() -> None:
         tokens.append(int(logits_of(model, np.array([read + [0] * (context - len(read))]))[0, len(read) - 1].argmax()))
     assert written(0.0) == tokens[3:]
     assert written(1e-4) == tokens[3:], "a cold draw is the likeliest token"
-    assert written(5.0) == written(5.0) != written(5.0, seed=1)
+    assert written(50.0, ids=3) == written(50.0, ids=3) != written(50.0, seed=1, ids=3)
     assert max(written(50.0, ids=3)) < 3

@@ -100,7 +100,7 @@ def plain(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, state: Any) -> tupl
     return out.swapaxes(0, 1), state
 
 
-@pytest.mark.parametrize("length", [1, 64, 65, 200])
+@pytest.mark.parametrize("length", [1, 64, 200])
 def test_the_chunked_form_is_the_recurrence_in_numpy(length: int) -> None:
     given = rule_inputs(length)
     check_recurrence(given, jax.jit(delta_rule)(*given, np.zeros((2, length), np.int32)))
@@ -264,10 +264,10 @@ def test_the_last_of_several_texts_continues_with_the_cache(length: int) -> None
 
 
 def test_bfloat16_computes_about_the_same() -> None:
-    x = stream(130)
-    want, cache = run(build(), x, None, empty_state(build().config, 2))
+    x, segments = stream(67), np.ones((2, 67))
+    want, cache = run(build(), x, segments, empty_state(build().config, 2))
     layer = build(dtype="bfloat16")
-    got, small = run(layer, jnp.asarray(x, jnp.bfloat16), None, empty_state(layer.config, 2))
+    got, small = run(layer, jnp.asarray(x, jnp.bfloat16), segments, empty_state(layer.config, 2))
     assert got.dtype == small.inputs[0].dtype == jnp.bfloat16 and small.state.dtype == jnp.float32
     assert np.std(got.astype(jnp.float32) - want) < 0.02 * want.std()
     assert np.std(small.state - cache.state) < 0.02 * np.std(cache.state)

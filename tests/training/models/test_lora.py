@@ -97,9 +97,8 @@ def test_a_model_with_adapters_is_the_model_with_merged_weights(options: dict[st
         np.testing.assert_allclose(gradient[path], found, atol=2e-4 * np.abs(found).max())
 
 
-@pytest.mark.parametrize("base_dtype", ["bfloat16", "int4"])
-def test_steps_change_adapters_alone_and_nothing_else_is_in_the_state(tmp_path: Path, base_dtype: Any) -> None:
-    model = replace(public(tmp_path, WITH_BLOCKS), lora=LoraConfig(rank=2, base_dtype=base_dtype))
+def test_steps_change_adapters_alone_and_nothing_else_is_in_the_state(tmp_path: Path) -> None:
+    model = replace(public(tmp_path, WITH_BLOCKS), lora=LoraConfig(rank=2, base_dtype="int4"))
     island = Island(model, OptimizerConfig(), MeshConfig(), seed=0, devices=jax.devices()[:1])
     before = {path: np.asarray(value) for path, value in island.base.values.items()}
     begun = {path: np.asarray(value) for path, value in island.state.params.items()}

@@ -169,7 +169,7 @@ def test_it_writes_about_images_what_its_logits_say() -> None:
 
 
 # A stack of layers, and a tower with constants.
-TRAINED = {**KINDS, "scan_layers": True, "tower": {**TOWER, "clipped": True}}
+TRAINED = {**KINDS, "scan_layers": True, "tower": {**TOWER, "clipped": True, "standardize": True}}
 
 
 def loss_and_gradients(params: dict[str, Any], batch: dict[str, Any]) -> Any:
@@ -184,7 +184,8 @@ def on_one_device() -> Any:
 
 def test_every_parameter_but_constants_has_a_gradient() -> None:
     moved = {path: np.abs(gradient).max() > 0 for path, gradient in on_one_device()[1].items()}
-    assert {path for path in moved if not moved[path]} == {path for path in moved if path.endswith("bounds")}
+    constants = ("bounds", "std_bias", "std_scale")
+    assert {path for path in moved if not moved[path]} == {path for path in moved if path.endswith(constants)}
     names = outline(lambda: Decoder.from_config(PLAIN | KINDS_OF_TEXT, rngs=nnx.Rngs(0))).params.keys()
     assert {path for path in moved if not path.startswith("tower/")} == names
 
@@ -221,8 +222,8 @@ def test_a_mesh_computes_what_one_device_does() -> None:
     assert float(found) == pytest.approx(float(want), rel=1e-5)
     for path, value in got.items():
         np.testing.assert_allclose(value, each[path], atol=2e-4, err_msg=path)
-    kernel = params["tower/blocks/0/down/kernel"]
-    assert np.prod(shardings["tower/blocks/0/down/kernel"].shard_shape(kernel.shape)) == kernel.size / 4
+    kernel = params["tower/blocks/down/kernel"]
+    assert np.prod(shardings["tower/blocks/down/kernel"].shard_shape(kernel.shape)) == kernel.size / 4
 
 
 def test_flops_are_those_of_the_text_and_of_all_patches() -> None:

@@ -13,6 +13,7 @@ from diloco_jax.training.models.layers import soft_limit
 from diloco_jax.training.models.vocabulary import TABLE_AXES, chunked_cross_entropy, cross_entropy, logits_of, look_up
 from diloco_jax.training.sharding import MeshConfig, MeshLayout, gather, make_mesh, use_layout
 
+pytestmark = pytest.mark.usefixtures("quick_compiler")
 rng = np.random.default_rng(3)
 X = rng.normal(size=(4, 6, 8)).astype(np.float32)
 TABLE = rng.normal(size=(32, 8)).astype(np.float32)
@@ -23,16 +24,19 @@ FACTORS = rng.normal(size=(8, 12, 8)).astype(np.float32)
 
 
 def plain(x: jax.Array, table: jax.Array, cap: float = 0.0, weights: Any = None) -> jax.Array:
-    return cross_entropy(soft_limit(logits_of(x, gather(table, *TABLE_AXES)), cap), LABELS, weights)
+    return cross_entropy(soft_limit(logits_of(x, gather(table, *TABLE_AXES)), cap), jnp.asarray(LABELS), weights)
 
 
 @functools.cache
 def wanted(weighted: bool) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Three times the plain loss, and its gradients; with weights the logits are limited too."""
-    loss = functools.partial(plain, cap=2.0 if weighted else 0.0, weights=WEIGHTS if weighted else None)
-    found: tuple[jax.Array, tuple[jax.Array, ...]] = jax.jit(
-        jax.value_and_grad(lambda x, table: 3 * loss(x, table), argnums=(0, 1))
-    )(X, TABLE)
+
+    @jax.jit
+    def program(x: jax.Array, table: jax.Array) -> Any:
+        loss = functools.partial(plain, cap=2.0, weights=jnp.asarray(WEIGHTS)) if weighted else plain
+        return jax.value_and_grad(lambda x, table: 3 * loss(x, table), argnums=(0, 1))(x, table)
+
+    found: tuple[jax.Array, tuple[jax.Array, ...]] = program(X, TABLE)
     return found
 
 
@@ -44,12 +48,12 @@ def wanted(weighted: bool) -> tuple[jax.Array, tuple[jax.Array, ...]]:
 def test_chunks_change_neither_the_loss_nor_its_gradient(mesh: dict[str, int], chunk: int, weighted: bool) -> None:
     config = MeshConfig(**mesh)
     layout = MeshLayout(make_mesh(config, jax.devices()[: config.fsdp * config.tensor]))
-    cap, weights = (2.0, WEIGHTS) if weighted else (0.0, None)
 
     @jax.jit
     def chunked(x: jax.Array, table: jax.Array) -> Any:
         with use_layout(layout):
-            loss = functools.partial(chunked_cross_entropy, labels=LABELS, chunk=chunk, cap=cap, weights=weights)
+            how = {"cap": 2.0, "weights": jnp.asarray(WEIGHTS)} if weighted else {}
+            loss = functools.partial(chunked_cross_entropy, labels=jnp.asarray(LABELS), chunk=chunk, **how)
             return jax.value_and_grad(lambda x, table: 3 * loss(x, table), argnums=(0, 1))(x, table)
 
     loss, gradients = chunked(X, jax.device_put(TABLE, layout.sharding(TABLE.shape, TABLE_AXES)))
@@ -62,22 +66,23 @@ def test_chunks_change_neither_the_loss_nor_its_gradient(mesh: dict[str, int], c
 def test_the_mean_is_over_what_has_a_weight() -> None:
     logits = X.astype(np.float64) @ TABLE.T
     nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, LABELS[..., None], -1)[..., 0]
-    loss = jax.jit(lambda weights: plain(X, TABLE, 0.0, weights))
+    loss = jax.jit(lambda weights: plain(jnp.asarray(X), jnp.asarray(TABLE), 0.0, weights))
     np.testing.assert_allclose(loss(WEIGHTS), nats[WEIGHTS > 0].mean(), rtol=1e-6)
     assert float(loss(0 * WEIGHTS)) == 0
 
 
 def test_large_logits_do_not_overflow() -> None:
-    loss = jax.jit(lambda x, table: (chunked_cross_entropy(x, table, LABELS, 8), plain(x, table)))
+    loss = jax.jit(lambda x, table: (chunked_cross_entropy(x, table, jnp.asarray(LABELS), 8), plain(x, table)))
     np.testing.assert_allclose(*loss(100 * X, 100 * TABLE), rtol=1e-5)
 
 
 def test_chunks_that_do_not_fit_are_refused() -> None:
+    arrays = [jnp.asarray(each) for each in (X, TABLE, LABELS)]
     with pytest.raises(ValueError, match=r"loss_chunk is 5; it must divide vocab_size \(32\)"):
-        chunked_cross_entropy(X, TABLE, LABELS, 5)
+        chunked_cross_entropy(*arrays, 5)
     layout = MeshLayout(make_mesh(MeshConfig(fsdp=8), jax.devices()))
     with use_layout(layout), pytest.raises(ValueError, match="multiple of 8, the number of parts"):
-        chunked_cross_entropy(X, TABLE, LABELS, 4)
+        chunked_cross_entropy(*arrays, 4)
 
 
 @pytest.mark.parametrize(

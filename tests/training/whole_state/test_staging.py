@@ -22,6 +22,8 @@ from tests.training.islands import MakeIsland, assert_same, part, pointers, stat
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
 MUON = OptimizerConfig(name="muon", learning_rate=2e-2, warmup_steps=0)
+# The usual mesh of several devices: tests of islands compile its step too, and some of its shards are copies.
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 # The size does not divide any other size.
 PART_BYTES = 1000
 
@@ -32,14 +34,19 @@ def leaves(island: Island) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "there"),
-    [(None, {"data": 2}), (None, {"fsdp": 2, "tensor": 2}), (MUON, {"fsdp": 2})],
-    ids=["adamw-data2", "adamw-four", "muon-fsdp2"],
+    ("optimizer", "args", "there"),
+    [(None, None, MESH), (MUON, {"num_layers": 1}, {"fsdp": 2})],
+    ids=["adamw-eight", "muon-fsdp2"],
 )
 def test_a_state_moves_bit_for_bit_between_meshes(
-    make_island: MakeIsland, batches: list[Sample], optimizer: OptimizerConfig | None, there: dict[str, int]
+    make_island: MakeIsland,
+    batches: list[Sample],
+    optimizer: OptimizerConfig | None,
+    args: dict[str, int] | None,
+    there: dict[str, int],
 ) -> None:
-    donor, receiver = make_island(optimizer=optimizer), make_island(optimizer=optimizer, **there)
+    donor = make_island(optimizer=optimizer, args=args)
+    receiver = make_island(optimizer=optimizer, args=args, **there)
     for source, target in ((donor, receiver), (receiver, donor)):
         train(source, batches[:3])
         staged, moments = source.stage_state(), source.stage_moments()
@@ -66,7 +73,7 @@ def test_a_state_moves_bit_for_bit_between_meshes(
 
 def test_a_loaded_state_trains_on_as_the_donor_does(make_island: MakeIsland, batches: list[Sample]) -> None:
     """On equal meshes exactly so; and the receiver writes neither to the bytes nor to memory that devices share."""
-    donor = make_island(data=2)
+    donor = make_island(**MESH)
     train(donor, batches[:3])
     state = state_of(donor)
     want = train(donor, batches[3:]), leaves(donor)
@@ -81,7 +88,7 @@ def test_a_loaded_state_trains_on_as_the_donor_does(make_island: MakeIsland, bat
 
 
 def test_only_the_named_fragments_are_taken(make_island: MakeIsland, batches: list[Sample]) -> None:
-    donor, receiver = make_island(), make_island(data=2)
+    donor, receiver = make_island(), make_island(**MESH)
     fragments = plan_fragments(donor.shapes, 6, split_axis={}).fragments
     train(donor, batches[:3])
     train(receiver, batches[4:5])
@@ -123,11 +130,11 @@ def damaged(layout: StateLayout, state: bytes, other: bytes) -> dict[str, tuple[
 def test_a_damaged_or_foreign_state_is_refused_and_nothing_changes(
     make_island: MakeIsland, batches: list[Sample]
 ) -> None:
-    island = make_island(data=2)
+    island = make_island(**MESH)
     state = state_of(island)
     train(island, batches[:2])
     before = leaves(island)
-    other = state_of(make_island(optimizer=MUON))
+    other = state_of(make_island(optimizer=MUON, args={"num_layers": 1}))
     for what, (bad, message) in damaged(island.state_layout, state, other).items():
         assert bad != state, what
         with pytest.raises(ValueError, match=message):
@@ -149,7 +156,7 @@ def test_a_damaged_or_foreign_state_is_refused_and_nothing_changes(
 def test_staging_costs_the_next_step_neither_its_donation_nor_a_wait(
     make_island: MakeIsland, batches: list[Sample]
 ) -> None:
-    island = make_island(fsdp=2)
+    island = make_island(fsdp=4)
     train(island, batches[:1])
     path = "blocks/0/up/kernel"
     where = pointers(island, path)
@@ -170,8 +177,8 @@ def test_a_step_that_was_compiled_ahead_compiles_nothing(
     make_island: MakeIsland, batches: list[Sample], compilations: list[str]
 ) -> None:
     # No other test has compiled this program.
-    island = make_island(data=2, fsdp=2, args={"mlp_dim": 48})
-    donor = make_island(args={"mlp_dim": 48})
+    args = {"mlp_dim": 48, "num_layers": 1}
+    island, donor = make_island(data=2, fsdp=2, args=args), make_island(args=args)
     train(donor, batches[:2])
     state = state_of(donor)
     batch = batches[2]
