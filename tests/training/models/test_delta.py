@@ -313,7 +313,8 @@ def test_a_mesh_computes_what_one_device_does(mesh: dict[str, int]) -> None:
     placed = {p: jax.device_put(v, layout.sharding(v.shape, layer.axes[p])) for p, v in layer.params.items()}
     batch = [jax.device_put(v, layout.sharding(v.shape, ("batch", *(None,) * (v.ndim - 1)))) for v in given]
     with use_layout(layout):
-        program = jax.jit(lambda p, *b: join_model(layer.graphdef, p)(*b)[0]).lower(placed, *batch).compile()  # type: ignore
+        compute: Any = lambda p, *b: join_model(layer.graphdef, p)(*b)[0]  # type: ignore  # noqa: E731
+        program = jax.jit(compute).lower(placed, *batch).compile()
         np.testing.assert_allclose(program(placed, *batch), want, atol=5e-5)
         if len(mesh) == 2 and "fsdp" in mesh:
             _, found = jax.jit(partial(total_and_gradients, layer.graphdef))(placed, *batch)

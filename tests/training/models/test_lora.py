@@ -84,7 +84,8 @@ def test_a_model_with_adapters_is_the_model_with_merged_weights(options: dict[st
             product = a_and_b[path].astype(np.float64) @ a_and_b[f"{linear}/adapter/b"]
             whole[f"{linear}/kernel"] = (whole[f"{linear}/kernel"] + 7 / 3 * product).astype(np.float32)
     batch = {"tokens": jnp.asarray(TOKENS)}
-    with_adapters = jax.jit(jax.value_and_grad(lambda p, below: join_model(graphdef, p, below).loss(batch)[0]))  # type: ignore
+    loss: Any = lambda p, below: join_model(graphdef, p, below).loss(batch)[0]  # type: ignore  # noqa: E731
+    with_adapters = jax.jit(jax.value_and_grad(loss))
     merged = jax.jit(jax.value_and_grad(lambda p: join_model(plain, p).loss(batch)[0]))  # type: ignore
     (loss, gradient), (expected, of_whole) = with_adapters(a_and_b, frozen), merged(whole)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
