@@ -9,7 +9,7 @@ its seed; `DILOCO_FIRST_SEED=SEED` starts there.
 import os
 import time
 
-# A seed of one day is no seed of the next one, as long as a test draws fewer.
+# The seeds of one day are not those of the next one, as long as a test draws fewer.
 SEEDS_PER_DAY = 10_000
 TIMES = int(os.environ.get("DILOCO_EXAMPLES", "1"))
 # Processes of one session draw the same, also when the day changes.

@@ -36,7 +36,7 @@ def absent(extra: str) -> str:
 
 @functools.cache
 def missing(extra: str) -> tuple[str, ...]:
-    """Name the distributions of an extra, and of its own extras, that are not installed."""
+    """Name the distributions of an extra, and of the extras that it includes, that are not installed."""
     from packaging.requirements import Requirement
 
     found: list[str] = []

@@ -246,7 +246,7 @@ STACKS = {
     "leaves": (5, LEAF // 3, 1),
     "long": (2, LEAF + 100, 1),
 }
-# A stack of several leaves has half a million elements, and a leaf begins with a block of its own in every format.
+# A stack of several leaves has half a million elements, and a leaf begins with a separate block in every format.
 LARGE: dict[str, tuple[Format, ...]] = {"leaves": ("float32", "int4"), "long": ("bfloat16", "ternary")}
 STACKS_AND_FORMATS = pytest.mark.parametrize(
     ("name", "up"), [(name, up) for name in STACKS for up in LARGE.get(name, FORMATS)]

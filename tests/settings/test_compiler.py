@@ -64,7 +64,7 @@ def test_the_second_process_compiles_nothing_and_damage_costs_only_time(tmp_path
 
 
 def test_the_users_own_cache_has_precedence(tmp_path: Path) -> None:
-    # The tests of this process started with a folder of their own.
+    # The tests of this process started with a separate folder.
     own = os.environ["JAX_COMPILATION_CACHE_DIR"]
     keep_programs(tmp_path / "run")
     assert jax.config.values["jax_compilation_cache_dir"] == own and not (tmp_path / "run").exists()

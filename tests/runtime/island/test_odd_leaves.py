@@ -199,7 +199,7 @@ def initial(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def pairs(dtypes: tuple[str, ...]) -> list[tuple[str, Format, AdoptMode]]:
-    """Return cases in which each format meets each mode, and each dtype each format and each mode."""
+    """Return cases that pair each format with each mode, and each dtype with each format and each mode."""
     return [(dtypes[(f + m) % len(dtypes)], up, mode) for f, up in enumerate(FORMATS) for m, mode in enumerate(MODES)]
 
 

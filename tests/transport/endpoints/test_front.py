@@ -246,7 +246,7 @@ def test_an_incomplete_message_is_looked_at_less_and_less_often(ends: Ends, monk
 def test_one_host_keeps_few_connections_that_do_not_show_what_they_are_for(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The honest caller has several connections of its own, which a busy machine sorts late.
+    # The honest caller has several connections, which a busy machine sorts late.
     monkeypatch.setattr(front, "UNSORTED_MAX", 16)
     listener = ends.listen()
     idle = [socket.create_connection(split_address(listener.address), HANGS_S) for _ in range(18)]
