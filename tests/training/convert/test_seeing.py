@@ -22,7 +22,6 @@ transformers = pytest.importorskip("transformers", reason=absent("parity"))
 
 pytestmark = [
     pytest.mark.extra("parity"),
-    pytest.mark.usefixtures("quick_compiler"),
     pytest.mark.filterwarnings("default"),  # theirs are theirs
 ]
 
