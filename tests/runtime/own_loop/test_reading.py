@@ -115,8 +115,8 @@ def kill_and_return(tmp_path: Path, python: str) -> None:
     for index, name in enumerate(audit["data"]):
         _, overlap = check_sequence(tmp_path, name, want[index])
         found = audit["data"][name]
-        # When the island is killed, a batch may be read without its step, and its tape may lack the last steps: one or two
-        # of them usually, and more on a busy machine.
+        # When the island is killed, a batch may be read without its step, and its tape may lack the last steps: usually
+        # one or two of them, and more on a busy machine.
         assert found["guarantee"] == "resumed" and 0 <= overlap - found["steps_again"] < EVERY, (found, overlap)
         assert f"{name}: resumed" in text and f"shard {index} of 2" in (run_dir / "logs" / f"{name}.log").read_text()
 
