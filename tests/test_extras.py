@@ -35,7 +35,7 @@ INSTALLED = {
     "xxhash": "xxhash",
     "yaml": "pyyaml",
 }
-# Programs that tests start in processes of their own, some with other environments; pytest does not import them.
+# Programs that tests start in separate processes, some with other environments; pytest does not import them.
 PROGRAMS = {
     "tests/pytorch/returning_loop.py",
     "tests/runtime/own_loop/held_loop.py",
@@ -87,7 +87,7 @@ def imports_at_top(tree: ast.AST) -> Iterator[Import]:
 
 
 def skips(tree: ast.Module) -> dict[str, tuple[int, str]]:
-    """Return the modules without which a test module is skipped: the line and the extra of each."""
+    """Return the modules that a test module cannot do without: the line of its skip, and the extra."""
     found = {}
     for node in tree.body:
         if isinstance(node, ast.Expr | ast.Assign) and isinstance(node.value, ast.Call):
