@@ -4,7 +4,6 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-import grain.python as grain
 import numpy as np
 import pytest
 
@@ -19,6 +18,8 @@ def transforms(dataset: Any, shuffle: bool, seed: int, *_: Any, **__: Any) -> An
 
 def maxtext_pipeline() -> Any:
     """Return a module with the two names of MaxText's that the island replaces."""
+    import grain.python as grain
+
     module = SimpleNamespace(_apply_mapdataset_transforms=transforms)
 
     def get_datasets(
@@ -100,6 +101,8 @@ def test_replaced_names_come_back_after_an_error() -> None:
 
 
 def test_iterators_without_a_position() -> None:
+    import grain.python as grain
+
     assert position_of(SimpleNamespace()) is None and position_of([]) is None
     inner = iter(grain.MapDataset.range(3).to_iter_dataset())
     assert position_of(SimpleNamespace(local_iterator=inner)) is inner

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -45,6 +44,8 @@ def test_an_evaluation_gets_the_global_model_of_a_loop_that_replaces_its_own() -
 
 
 def test_orbax_saves_and_restores_the_global_model(tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
     model, _ = made()
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "model", nnx.state(filled(model, {"norm/scale": jnp.full(3, 7.0)})))

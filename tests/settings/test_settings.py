@@ -1,12 +1,12 @@
 """Settings: islands that differ, slices against Google Cloud's tables, and the schema that editors use."""
 
 import copy
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 from hypothesis import given
@@ -191,7 +191,14 @@ def test_the_config_goes_before_the_table() -> None:
     assert FUSED in GENERATIONS["v6e"].compiler_options and FUSED not in options and options["xla_a"] == "1"
 
 
-CHECK = jsonschema.Draft202012Validator(config_schema())
+@functools.cache
+def schema() -> Any:
+    """Return the validator of the schema that editors use."""
+    import jsonschema
+
+    return jsonschema.Draft202012Validator(config_schema())
+
+
 # This config has an island that differs from the others.
 WHOLE = yaml.safe_load(dump(load(packed()["mixed"])))
 # Users choose the keys of these sections.
@@ -207,8 +214,8 @@ NAMES = [key for section in WHOLE.values() if isinstance(section, dict) for key 
 @pytest.mark.parametrize("name", packed())
 def test_the_schema_takes_every_config_of_the_package(name: str) -> None:
     values = yaml.safe_load(packed()[name].read_text(encoding="utf-8"))
-    CHECK.validate(values)
-    CHECK.validate(yaml.safe_load(dump(parse(values, name))))
+    schema().validate(values)
+    schema().validate(yaml.safe_load(dump(parse(values, name))))
 
 
 def sections(values: dict[str, Any], prefix: str = "") -> Iterator[list[str]]:
@@ -227,7 +234,7 @@ def test_a_key_that_load_does_not_know_is_refused_by_both_and_no_other(where: li
         section = section[part]
     known = key in section
     section.setdefault(key, 1)
-    assert CHECK.is_valid(values) is known
+    assert schema().is_valid(values) is known
     if known:
         parse(values, "test")
     else:
@@ -236,7 +243,7 @@ def test_a_key_that_load_does_not_know_is_refused_by_both_and_no_other(where: li
 
 
 def test_every_setting_has_its_help() -> None:
-    told = dict(setting_names(CHECK.schema))
+    told = dict(setting_names(schema().schema))
     assert told["islands.mesh.fsdp"].startswith("Devices that") and len(told) > 100 and all(told.values())
 
 
@@ -248,7 +255,7 @@ def test_settings_are_listed_with_their_values_and_meaning() -> None:
     assert "\n  --trackers wandb mlflow  (list; default tensorboard)\n" in text
     assert "\nislands.mesh: " in text and "\n  --islands.each.NAME.zone  (text; default null)\n" in text
     listed = re.findall(r"^  --(\S+)", text, re.MULTILINE)
-    assert {name for name in listed if ".NAME." not in name} == dict(setting_names(CHECK.schema)).keys()
+    assert {name for name in listed if ".NAME." not in name} == dict(setting_names(schema().schema)).keys()
 
 
 def test_a_run_of_an_earlier_release_keeps_its_decisions(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import grain
 import numpy as np
 import pytest
 
@@ -37,17 +36,23 @@ class Numbers:
 
 
 def grain_dataset() -> Any:
+    import grain
+
     # By default 16 threads read 500 batches ahead, which takes most of a second.
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     return grain.MapDataset.range(SAMPLES).shuffle(seed=3).repeat(None).to_iter_dataset(options).batch(BATCH)
 
 
 def grain_prefetching() -> Any:
+    import grain
+
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=6)
     return grain.MapDataset.range(SAMPLES).shuffle(seed=3).repeat(None).to_iter_dataset(options).batch(BATCH)
 
 
 def grain_mixed() -> Any:
+    import grain
+
     parts = (grain.MapDataset.range(at, SAMPLES, 2).shuffle(seed=1).repeat(None) for at in (0, 1))
     # One thread for each part, because this machine may have few processors.
     odd, even = (part.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)) for part in parts)
@@ -55,6 +60,8 @@ def grain_mixed() -> Any:
 
 
 def grain_loader() -> Any:
+    import grain
+
     sampler = grain.samplers.IndexSampler(SAMPLES, shuffle=True, seed=3, num_epochs=None)
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
     batch = grain.transforms.Batch(BATCH)

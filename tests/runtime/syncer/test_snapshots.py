@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.core.fragments import Slice
 from diloco_jax.protocol.pacing import ProtocolConfig
@@ -92,6 +91,8 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     assert other.capture().marks == tuple(mark._replace(base=-1) for mark in capture.marks)
     with pytest.raises(ValueError, match="byte 1234 of a tape that has 1233"):
         read_snapshot(path, make_model(), tape_beside(tmp_path, 1233))
+    from orbax.checkpoint import v1 as ocp
+
     # Orbax reads all of it.
     theirs = ocp.load_checkpointables(path, {"parameters": None, "outer": None})
     parameters, meta = checkpoint.load_parameters(path)

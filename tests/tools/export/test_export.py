@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import yaml
-from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.cli import inference
 from diloco_jax.cli.main import main
@@ -149,6 +148,8 @@ def test_bfloat16_is_the_nearest(tmp_path: Path) -> None:
 
 
 def test_any_model_goes_to_orbax_and_npz(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from orbax.checkpoint import v1 as ocp
+
     values = {"a/w": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.float32([7]), "none": np.zeros((0, 4), "f4")}
     run = make_run(tmp_path / "run", ModelConfig(module="own"), values)
     assert export(run, tmp_path / "npz", "--format", "npz") == export(run, tmp_path / "orbax", "--format", "orbax") == 0

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.cli.main import main
 from diloco_jax.core.kinds import kind_of
@@ -101,6 +100,8 @@ def test_a_step_that_comes_again_has_another_folder(tmp_path: Path) -> None:
 
 
 def test_orbax_opens_the_folder(tmp_path: Path) -> None:
+    from orbax.checkpoint import v1 as ocp
+
     with kept(tmp_path / "model", "orbax") as models:
         models.put(model(5), all_of)
     found = ocp.load((tmp_path / "model" / NEWEST).resolve())
