@@ -37,6 +37,8 @@ def copy_tree(root: Path, tests: Path, to: Path) -> Path:
 def pytest(tree: Path, arguments: Sequence[str], limit_s: float, **environment: str) -> tuple[int | None, str]:
     """Run pytest in a copy; returns its exit status (None if it hung) and the end of its output."""
     variables = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"} | environment
+    # Bytecode is used again for a source of equal size and second, and a mutant may be one.
+    variables["PYTHONDONTWRITEBYTECODE"] = "1"
     # A separate process group, so that what a hanging test started ends with it.
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", CHOICE, *arguments],
