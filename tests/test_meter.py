@@ -24,7 +24,7 @@ def measured() -> Meter:
     for spent_s in ([1.0], [1.0, 2.0], [1.0, 2.0, 0.5]):
         found.pytest_runtest_logreport(report("tests/core/test_a.py::test_b[c/d]", *spent_s))
     found.pytest_runtest_logreport(report("tests/test_e.py::test_f", 4.0, reason="the extra ray is not installed"))
-    worker = {"meter": [[8.0], [1.0, 2.0], {"long": 3}, ["parity"]]}
+    worker = {"meter": [[8.0], [1.0, 2.0, 2.0, 9.0], {"long": 3}, ["parity"]]}
     found.pytest_testnodedown(SimpleNamespace(workeroutput=worker))
     return found
 

@@ -211,20 +211,25 @@ class RoundBook:
         """Return the live learners that the collecting round excludes, because earlier rounds waited long for them.
 
         On a slow link the collecting round would wait as long, and so would every round after it. A learner that owes
-        answers is asked in some rounds only (owed.py). If too few learners would remain, the round excludes none.
+        answers is asked in some rounds only (owed.py). If too few learners would remain, the round excludes only those
+        that owe, and if that is too many, none.
         """
-        late: set[str] = set()
+        members = self.membership.members
+        rest: set[str] = set()
         if self.owing and self.collecting is not None:
-            rest = resting(self.owing, self.collecting.global_step)
-            late.update(name for name in rest if self.membership.members[name].state == ACTIVE)
+            asleep = resting(self.owing, self.collecting.global_step)
+            rest = {name for name in asleep if members[name].state == ACTIVE}
+        slow: set[str] = set()
         # With fewer rounds in flight there is only the collecting one.
         if len(self.flying) >= 2:
             for this in self.flying.values():
                 if this.asked and this.waits_long(now_s) and this.waits_long(now_s, self._floor_s()):
-                    late.update(name for name in this.asked if self.membership.members[name].state == ACTIVE)
-        if late and self.membership.live - len(late) < self.config.quorum:
-            return set()
-        return late
+                    slow.update(name for name in this.asked if members[name].state == ACTIVE)
+        enough = self.membership.live - self.config.quorum
+        late = rest | slow
+        if len(late) > enough:
+            late = rest
+        return late if len(late) <= enough else set()
 
     def _floor_s(self) -> float:
         return grace_floor_s(self.config, self.membership.median_step_s())

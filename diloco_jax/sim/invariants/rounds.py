@@ -273,16 +273,20 @@ class OwedAreAskedLess(Checker):
         # Learner -> rounds in a row that ended without its answer; and learner -> rounds that wait for its answer.
         self._missed: dict[str, list[int]] = defaultdict(list)
         self._waiting: dict[str, set[int]] = defaultdict(set)
+        # Learner -> round -> step of its value, which counts once the learner has reported that step.
+        self._answers: dict[str, dict[int, int]] = defaultdict(dict)
 
     def on_syncer_died(self, machine: Syncer, now_s: float) -> None:
         self._missed.clear()
         self._waiting.clear()
+        self._answers.clear()
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         if isinstance(given, FragmentValue) and given.global_step in self._waiting[given.learner_id]:
             # A wrong value is an answer too.
-            self._missed.pop(given.learner_id, None)
-            self._waiting[given.learner_id].discard(given.global_step)
+            self._answers[given.learner_id].setdefault(given.global_step, given.local_step)
+        if isinstance(given, FragmentValue | StepReport):
+            self._count(given.learner_id)
         for effect in effects:
             if isinstance(effect, Note) and effect.kind in ("left", "silent", "joined"):
                 # Nobody waits for this learner any more, and a new incarnation owes nothing.
@@ -297,13 +301,23 @@ class OwedAreAskedLess(Checker):
                         rounds.remove(effect.global_step)
                         self._missed[name].append(effect.global_step)
 
+    def _count(self, name: str) -> None:
+        member = self.cluster.syncer.membership.members.get(name)
+        reported = member.local_step if member is not None else -1
+        for global_step, local_step in list(self._answers[name].items()):
+            if global_step not in self._waiting[name]:
+                del self._answers[name][global_step]
+            elif local_step <= reported:
+                del self._answers[name][global_step]
+                self._missed.pop(name, None)
+                self._waiting[name].remove(global_step)
+
     def _close(self, note: Note) -> None:
         live = {member.learner_id for member in self.cluster.syncer.membership.live_members()}
         for name in note.members:
             missed = self._missed.get(name, ())
             others = len(live - {other for other, rounds in self._missed.items() if rounds})
-            # The values of a hostile learner may wait for reports that never come.
-            if missed and others >= self.config.quorum and not self.hostile:
+            if missed and others >= self.config.quorum:
                 due = max(missed) + min(2 ** (len(missed) - 1), 64)
                 self.check(note.global_step >= due, f"{name} owes {missed}, but {note} asks it before round {due}")
             self._waiting[name].add(note.global_step)
