@@ -59,7 +59,7 @@ def judge(mutants: Sequence[Mutant], tests: Path, folder: Path) -> list[dict[str
         tree, begun_s = trees.get(), time.monotonic()
         try:
             chosen = sorted(reached[number], key=lambda test: (seconds[test], test))
-            killer = killed_by(tree, mutants[number], chosen)
+            killer = killed_by(tree, mutants[number], chosen, seconds)
         finally:
             trees.put(tree)
         row = {"mutant": str(mutants[number]), "killed_by": killer, "tests": len(chosen)}

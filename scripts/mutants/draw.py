@@ -62,7 +62,7 @@ def probe(tree: ast.Module, numbers: Mapping[int, int]) -> set[int]:
     }
     noted = set()
     for number, function in holders.items():
-        if any(re.search("njit|intrinsic", ast.unparse(each)) for each in function.decorator_list):
+        if any(re.search("njit|intrinsic|compiled", ast.unparse(each)) for each in function.decorator_list):
             continue
         call = f"__import__('scripts.mutants.notes', fromlist=['note']).note({number})"
         first = 1 if ast.get_docstring(function) is not None else 0

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mutants.draw import Mutant, mutate, probe
@@ -16,8 +16,8 @@ COPIED = ("diloco_jax", "tests", "scripts", "configs", "docs", "pyproject.toml",
 CHOICE = "not (long or nightly or slow or trainers or device)"
 # Tests of the sources' text fail for every changed file; they say nothing about behaviour.
 TEXT_TESTS = ("tests/test_tidy.py", "tests/test_layers.py", "tests/test_pages.py", "tests/test_docs.py")
-# A mutant that never ends is killed as well. The suite as a whole takes less.
-HANGS_S = 900
+# A mutant that never ends is killed as well: its tests may take ten times their usual time, and a start of Python.
+START_S, SLOWER, SUITE_HANGS_S = 60.0, 10.0, 3600.0
 
 
 def copy_tree(root: Path, tests: Path, to: Path) -> Path:
@@ -69,7 +69,7 @@ def reaching(tree: Path, mutants: Sequence[Mutant], notes: Path) -> tuple[dict[i
     notes.write_text("")
     result = notes.with_suffix(".json")
     arguments = ["-n", "2", "--dist", "loadfile", "-p", "scripts.mutants.passed", "tests"]
-    pytest(tree, arguments, 4 * HANGS_S, MUTANT_NOTES=str(notes), MUTANT_PASSED=str(result))
+    pytest(tree, arguments, SUITE_HANGS_S, MUTANT_NOTES=str(notes), MUTANT_PASSED=str(result))
     passed: dict[str, float] = json.loads(result.read_text())
     passed = {test: cost for test, cost in passed.items() if not test.startswith(TEXT_TESTS)}
     reached: dict[int, set[str]] = defaultdict(set)
@@ -82,8 +82,12 @@ def reaching(tree: Path, mutants: Sequence[Mutant], notes: Path) -> tuple[dict[i
     return {number: reached[number] & set(passed) for number in range(len(mutants))}, passed
 
 
-def killed_by(tree: Path, mutant: Mutant, tests: Sequence[str]) -> str:
-    """Return the test that fails on a mutant, or how else it was found; "" if it survives."""
+def killed_by(tree: Path, mutant: Mutant, tests: Sequence[str], seconds: Mapping[str, float]) -> str:
+    """Return the test that fails on a mutant, or how else it was found; "" if it survives.
+
+    Args:
+        seconds: What each test usually takes.
+    """
     if not tests:
         return ""
     file = tree / mutant.path
@@ -95,7 +99,8 @@ def killed_by(tree: Path, mutant: Mutant, tests: Sequence[str]) -> str:
         for part in (tests[:60], tests[60:]):
             if part:
                 chosen.write_text("\n".join(part) + "\n")
-                status, told = pytest(tree, ["-x", "-n", "0", f"@{chosen.name}"], HANGS_S)
+                limit_s = START_S + SLOWER * sum(seconds[test] for test in part)
+                status, told = pytest(tree, ["-x", "-n", "0", f"@{chosen.name}"], limit_s)
                 if status is None:
                     return "hangs"
                 if status != 0:

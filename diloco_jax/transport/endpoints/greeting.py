@@ -30,9 +30,10 @@ from diloco_jax.transport.session.calls import (
     open_server,
     refusing,
     serialized,
+    unanswered,
 )
 from diloco_jax.transport.session.stream import REFUSAL
-from diloco_jax.transport.trust.security import Gate, credentials
+from diloco_jax.transport.trust.security import Gate, credentials, diagnose
 
 DESCRIBE, OFFER = "Describe", "Offer"
 LAYOUT_BYTES_MAX = 2 << 20
@@ -96,7 +97,11 @@ def offer_model(config: TransportConfig, learner_id: str, layout: str, values: I
     with open_channel(config, own) as channel:
         call = channel.stream_unary(f"/{SERVICE}/{OFFER}", response_deserializer=pb.OfferReply.FromString)
         try:
-            reply = call(requests(), wait_for_ready=True, metadata=own.metadata)
+            # A large model takes its time, so only the wait for the syncer has a limit.
+            grpc.channel_ready_future(channel).result(config.connect_timeout_s)
+            reply = call(requests(), metadata=own.metadata)
+        except grpc.FutureTimeoutError:
+            raise unanswered(config, diagnose(config, learner_id)) from None
         except grpc.RpcError as error:
             raise failure(config, error, learner_id) from None
     return "" if reply.taken else clean(reply.message, REASON_LENGTH_MAX) or "no reason was given"

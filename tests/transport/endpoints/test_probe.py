@@ -1,6 +1,7 @@
 """Requests before a run: those of `diloco doctor`, and the first ones of a loop of a user."""
 
 import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -214,3 +215,10 @@ def test_a_model_that_trickles_does_not_keep_others_away(desk: ModelDesk, monkey
         finally:
             over.set()
     assert offer_model(config, "a", "three", values(12)) == ""
+
+
+def test_an_offer_ends_if_no_syncer_takes_it_within_the_limit() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as full:
+        config = TransportConfig(address=f"127.0.0.1:{full.getsockname()[1]}", connect_timeout_s=0.2)
+        with pytest.raises(TransportError, match="no "):
+            offer_model(config, "a", "three", values(12))
