@@ -159,7 +159,7 @@ def test_a_stranger_gets_nothing(ends: Ends, tmp_path: Path, monkeypatch: pytest
         "another token": replace(config, token_file=str(tmp_path / "token")),
     }
     for stranger in strangers.values():
-        there = replace(stranger, address=listener.address, connect_timeout_s=5.0)
+        there = replace(stranger, address=listener.address, connect_timeout_s=1.0)
         for attempt in (
             lambda there=there: grpc_link.connect(there, run_id="run", learner_id="s", incarnation=0, subscribes=True),
             lambda there=there: ask_description(there, "s"),

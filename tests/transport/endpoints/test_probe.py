@@ -218,7 +218,9 @@ def test_a_model_that_trickles_does_not_keep_others_away(desk: ModelDesk, monkey
 
 
 def test_an_offer_ends_if_no_syncer_takes_it_within_the_limit() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as full:
-        config = TransportConfig(address=f"127.0.0.1:{full.getsockname()[1]}", connect_timeout_s=0.2)
+    with socket.socket() as closed:
+        # A port of its own where nobody listens.
+        closed.bind(("127.0.0.1", 0))
+        config = TransportConfig(address=f"127.0.0.1:{closed.getsockname()[1]}", connect_timeout_s=0.2)
         with pytest.raises(TransportError, match="no "):
             offer_model(config, "a", "three", values(12))
