@@ -128,7 +128,7 @@ class Meter:
         self.missing.update(missing)
 
     def slower(self) -> float:
-        """Return the median of the paces at the begin and end of each process: one disturbed reading changes little."""
+        """Return the median of the paces at the start and end of each process: one disturbed reading changes little."""
         return statistics.median(self.paces or [1.0])
 
     def sums(self) -> dict[str, float]:

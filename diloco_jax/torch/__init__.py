@@ -33,7 +33,7 @@ def attach(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     syncer: str | None = None,
     *,
-    scheduler: Scheduler | None = None,
+    scheduler: Scheduler | Sequence[Scheduler] | None = None,
     names: Names | None = None,
     axes: Mapping[str, LogicalAxes] | None = None,
     **options: Unpack[LoopOptions],
@@ -41,13 +41,13 @@ def attach(
     """Make a loop that trains a PyTorch module an island of a run; docs/pytorch.md explains it.
 
     The parameters with `requires_grad` are exchanged, and changed in place. The optimizer's state, the buffers and the
-    scheduler's numbers stay on the island. The island saves them, and restores them after a failure.
+    schedulers' numbers stay on the island. The island saves them, and restores them after a failure.
 
     Args:
         module: The module; torch.compile and DistributedDataParallel (of one process) may wrap it.
-        optimizer: Its optimizer, or several. If None, only parameters, buffers and the scheduler are restored.
+        optimizer: Its optimizer, or several. If None, only parameters, buffers and schedulers are restored.
         syncer: host:port of the syncer. If None, the environment variable DILOCO_SYNCER.
-        scheduler: Learning-rate scheduler, saved with the optimizer.
+        scheduler: Learning-rate scheduler, or several, saved with the optimizer.
         names: Mapping or function from the name of a parameter, such as `layers.0.weight`, to its path in the run, or
             to (path, order of the axes). By default the path is the name with slashes for dots. `like_flax(module)`
             returns the names of a Flax module.
@@ -68,8 +68,7 @@ def attach(
     if not os.environ.get("JAX_PLATFORMS"):
         # Otherwise JAX, which has nothing to do here, would take the memory of a GPU.
         jax.config.update("jax_platforms", "cpu")
-    several: Any = optimizer if isinstance(optimizer, list | tuple) else [] if optimizer is None else [optimizer]
-    holder = TorchHolder(module, tuple(several), scheduler, names)
+    holder = TorchHolder(module, _several(optimizer), _several(scheduler), names)
     if (function := options.get("evaluate")) is not None:
         options["evaluate"] = _evaluation(holder, function)
     arrays = TorchArrays(holder, axes)
@@ -84,6 +83,10 @@ def _evaluation(holder: TorchHolder, function: Callable[[Any], Any]) -> Callable
         return float(found)
 
     return evaluate
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)
 
 
 def _world_size() -> int:

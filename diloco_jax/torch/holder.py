@@ -26,7 +26,7 @@ class TorchHolder:
     Args:
         module: The module, in any wrapper.
         optimizers: Its optimizers.
-        scheduler: Learning-rate scheduler, or None.
+        schedulers: Learning-rate schedulers.
         names: Names and layouts in the run, as for `attach`.
 
     Raises:
@@ -37,19 +37,21 @@ class TorchHolder:
         self,
         module: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        scheduler: Scheduler | None = None,
+        schedulers: Sequence[Scheduler] = (),
         names: Names | None = None,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise ValueError(f"the module is a {type(module).__name__}; give a torch.nn.Module")
-        if not (scheduler is None or isinstance(scheduler, Scheduler)):
-            raise ValueError(
-                f"scheduler is a {type(scheduler).__name__}; give one object with state_dict and load_state_dict"
-            )
+        for scheduler in schedulers:
+            if not isinstance(scheduler, Scheduler):
+                raise ValueError(
+                    f"scheduler is a {type(scheduler).__name__}; give an object with state_dict and "
+                    "load_state_dict, or a list of them"
+                )
         self._given = module
         self._module = unwrapped(module)
         self._placed = placed_parameters(self._module, names)
-        self._moments = TorchMoments(self._module, optimizers, scheduler)
+        self._moments = TorchMoments(self._module, optimizers, schedulers)
         self.shapes = {path: tuple(placed.tensor.shape) for path, placed in self._placed.items()}
         self.dtypes = {path: DTYPES[placed.parameter.dtype] for path, placed in self._placed.items()}
         of_tables = tables(self._module)
@@ -81,11 +83,11 @@ class TorchHolder:
             )
 
     def moments(self) -> dict[str, HostCopy]:
-        """Start to copy the optimizers' state, the buffers and the scheduler's numbers."""
+        """Start to copy the optimizers' state, the buffers and the schedulers' numbers."""
         return self._moments.read()
 
     def set_moments(self, leaf: Callable[[str], HostArray]) -> None:
-        """Replace the optimizers' state, the buffers and the scheduler's numbers."""
+        """Replace the optimizers' state, the buffers and the schedulers' numbers."""
         self._moments.write(leaf)
 
     def tensors(self, values: Mapping[str, HostArray]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The state that stays on an island: the optimizers' tensors, the module's buffers, the scheduler's numbers.
+"""The state that stays on an island: tensors and numbers of optimizers, buffers of the module, numbers of schedulers.
 
 Most optimizers create their state at the first step. The layout of a saved state must be known before, so each new
 optimizer makes one step on zeros of the parameters' shapes (`_foreseen`), and what it creates there is only described.
@@ -7,11 +7,9 @@ The optimizer itself is not touched until a state is loaded.
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cache
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,11 +21,9 @@ from diloco_jax.torch.names import plain
 from diloco_jax.training.exchanged import OPTIMIZER, OTHER
 from diloco_jax.training.whole_state.staging import HostCopy
 
-BUFFERS, SCHEDULER = OTHER + "buffers/", OTHER + "scheduler/"
+BUFFERS, SCHEDULER, GROUPS = OTHER + "buffers/", OTHER + "scheduler/", OTHER + "groups/"
 # The entry of an optimizer's state that counts steps.
 STEP = "step"
-
-log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -83,13 +79,39 @@ class Slot(NamedTuple):
         fill(state[self.key], value)
 
 
+class Group(NamedTuple):
+    """The numbers of one of an optimizer's parameter groups: its learning rate, its betas, and what it counts there."""
+
+    group: dict[str, Any]
+    # Keys with numbers at the start; a scheduler that is made later may add others.
+    keys: tuple[str, ...]
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> Group:
+        """Return the numbers of a group."""
+        others = {key: value for key, value in group.items() if key != "params"}
+        return cls(group, tuple(key for key, value in others.items() if list(_numbers(value))))
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers by key."""
+        return {key: self.group[key] for key in self.keys}
+
+    def set(self, numbers: Mapping[str, Any]) -> None:
+        """Replace the numbers; a tensor is changed in place, because a compiled optimizer reads it."""
+        for key, value in numbers.items():
+            if isinstance(self.group[key], torch.Tensor):
+                self.group[key].fill_(value)
+            else:
+                self.group[key] = value
+
+
 class TorchMoments:
     """The state of a training loop beside its parameters, by name.
 
     Args:
         module: The unwrapped module.
         optimizers: Its optimizers.
-        scheduler: Learning-rate scheduler whose numbers are saved as well; None for none.
+        schedulers: Learning-rate schedulers whose numbers are saved as well.
 
     Raises:
         ValueError: An optimizer's state cannot be foreseen, or has an entry that is neither tensor nor number; or an
@@ -97,11 +119,11 @@ class TorchMoments:
     """
 
     def __init__(
-        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scheduler: Scheduler | None = None
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Scheduler] = ()
     ) -> None:
         self._module = module
-        self._scheduler = scheduler
-        self._optimizers = optimizers
+        alone = len(schedulers) == 1
+        self._schedulers = {SCHEDULER if alone else f"{SCHEDULER}{n}/": each for n, each in enumerate(schedulers)}
         # A buffer that is not in the state_dict follows from other values.
         kept = module.state_dict(keep_vars=True).keys()
         self._buffers = [name for name, _ in module.named_buffers() if name in kept]
@@ -109,8 +131,11 @@ class TorchMoments:
             _check_buffer(name, buffer)
         names = {id(value): plain(name).replace(".", "/") for name, value in module.named_parameters()}
         self._slots: dict[str, Slot] = {}
+        self._groups: dict[str, Group] = {}
         for number, optimizer in enumerate(optimizers):
             _check_optimizer(optimizer)
+            for index, group in enumerate(optimizer.param_groups):
+                self._groups[f"{GROUPS}{number}/{index}/"] = Group.of(group)
             folder = OPTIMIZER if len(optimizers) == 1 else f"{OPTIMIZER}{number}/"
             for index, (group, parameter) in enumerate(_parameters(optimizer)):
                 path = names.get(id(parameter), f"extra/{index}")
@@ -130,9 +155,12 @@ class TorchMoments:
         found: dict[str, HostCopy] = {name: slot.copy() for name, slot in self._slots.items()}
         for name, buffer in self._live_buffers().items():
             found[BUFFERS + plain(name).replace(".", "/")] = start_copy(buffer)
-        for name, number in _numbers(self._scheduler.state_dict() if self._scheduler else {}):
-            # A number may be whole now and not later, so all have one type.
-            found[SCHEDULER + name] = np.array(number, np.float64)
+        trees = {folder: scheduler.state_dict() for folder, scheduler in self._schedulers.items()}
+        trees |= {folder: group.numbers() for folder, group in self._groups.items()}
+        for folder, tree in trees.items():
+            for name, number in _numbers(tree):
+                # A number may be whole now and not later, so all have one type.
+                found[folder + name] = np.array(number, np.float64)
         return found
 
     def write(self, leaf: Callable[[str], HostArray]) -> None:
@@ -141,18 +169,15 @@ class TorchMoments:
             slot.set(leaf(name))
         for name, buffer in self._live_buffers().items():
             fill(buffer, leaf(BUFFERS + plain(name).replace(".", "/")))
-        if self._scheduler is not None:
-            told = _replaced(self._scheduler.state_dict(), lambda name: leaf(SCHEDULER + name).item(), "")
-            self._scheduler.load_state_dict(told)
-            self._set_rates(told.get("_last_lr", ()))
 
-    def _set_rates(self, rates: Sequence[float]) -> None:
-        """Give the first optimizer the learning rates that its scheduler had set; others follow at its next step."""
-        for group, rate in zip(self._optimizers[0].param_groups if self._optimizers else (), rates, strict=False):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        def saved(tree: Any, folder: str) -> Any:
+            return _replaced(tree, lambda name: leaf(folder + name).item(), "")
+
+        for folder, scheduler in self._schedulers.items():
+            scheduler.load_state_dict(saved(scheduler.state_dict(), folder))
+        # Many schedulers compute the next rate from the one in the group, and some change betas or momentum.
+        for folder, group in self._groups.items():
+            group.set(saved(group.numbers(), folder))
 
     def _live_buffers(self) -> dict[str, torch.Tensor]:
         present = dict(self._module.named_buffers())
@@ -216,17 +241,7 @@ def _foreseen(
             f"the state that {type(optimizer).__name__} keeps for {path!r} cannot be foreseen "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); make one step before attach()"
         ) from error
-    if counted := [key for key, value in own_group.items() if isinstance(value, int | float) and value != group[key]]:
-        _warn_of_groups(type(optimizer).__name__, counted[0])
     return dict(probe.state.get(zeros, {}))
-
-
-@cache
-def _warn_of_groups(optimizer: str, key: str) -> None:
-    log.warning(
-        f"{optimizer} changes {key!r} in its parameter groups, and those are not saved: after a return the island has "
-        "the values of a new optimizer there, so save and restore them in the loop"
-    )
 
 
 def _slot(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, path: str, key: str, value: Any) -> Slot:
@@ -259,7 +274,7 @@ def _numbers(tree: Any, name: str = "") -> Iterator[tuple[str, bool | int | floa
 
 
 def _is_rate(leaf: Any) -> bool:
-    """Tell whether a scheduler's entry is a number in a tensor, as learning rates of compiled optimizers are."""
+    """Tell whether an entry is a number in a tensor, as learning rates of compiled optimizers are."""
     return isinstance(leaf, torch.Tensor) and leaf.numel() == 1
 
 
@@ -273,7 +288,8 @@ def _replaced(tree: Any, number: Callable[[str], Any], name: str) -> Any:
         return found
     if isinstance(tree, list | tuple):
         parts = enumerate(tree)
-        return [_replaced(value, number, f"{name}/{index}" if name else str(index)) for index, value in parts]
+        found = [_replaced(value, number, f"{name}/{index}" if name else str(index)) for index, value in parts]
+        return tuple(found) if isinstance(tree, tuple) else found
     if _is_rate(tree):
         return torch.full_like(tree, number(name))
     if not isinstance(tree, bool | int | float):

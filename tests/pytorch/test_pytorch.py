@@ -206,7 +206,7 @@ def test_a_state_restores_a_loop_to_the_bit(optimizer: str, dtype: torch.dtype) 
         first = make([p for p in model.parameters() if p.requires_grad])
         scheduler = torch.optim.lr_scheduler.MultiStepLR(first, [2, 4])
         before = copy.deepcopy(first.state_dict())
-        state, _ = state_of(TorchHolder(model, [first], scheduler))
+        state, _ = state_of(TorchHolder(model, [first], [scheduler]))
         assert str(first.state_dict()) == str(before), "attaching changes nothing"
         return model, first, state, scheduler
 
@@ -368,17 +368,74 @@ def test_an_object_that_is_no_optimizer_of_the_module_is_refused() -> None:
         with pytest.raises(ValueError, match=words):
             TorchHolder(model, [optimizer])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="scheduler is a str"):
-        TorchHolder(model, [adam], "cosine")  # type: ignore[arg-type]
+        TorchHolder(model, [adam], ["cosine"])  # type: ignore[arg-type]
     # A second optimizer may train what is outside of the module.
     TorchHolder(model, [adam, torch.optim.Adam(nn.Linear(2, 2).parameters())])
 
 
-def test_foreseeing_a_state_does_not_change_the_optimizer_and_warns_of_counts_in_its_groups(caplog: Any) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = Counting(model.parameters())
-    TorchHolder(model, [optimizer])
+def test_foreseeing_a_state_does_not_change_the_optimizer_whose_numbers_return() -> None:
+    def built() -> tuple[Counting, TorchHolder]:
+        model = nn.Linear(2, 2)
+        optimizer = Counting(model.parameters())
+        return optimizer, TorchHolder(model, [optimizer])
+
+    (optimizer, holder), (other, restored) = built(), built()
     assert (optimizer.steps, optimizer.param_groups[0]["k"]) == ([], 0)
-    assert "Counting changes 'k' in its parameter groups, and those are not saved" in caplog.text
+    for _ in range(3):
+        optimizer.step()
+    saved = {name: np.asarray(copy) for name, copy in holder.moments().items()}
+    restored.set_moments(saved.__getitem__)
+    assert other.param_groups[0]["k"] == 3
+
+
+SCHEDULES: dict[str, Any] = {
+    "steps": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.1),
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40),
+    "exponential": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    # It changes betas too.
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=40),
+}
+
+
+class Both:
+    """One object that holds the schedulers of two optimizers."""
+
+    def __init__(self, schedulers: list[Any]) -> None:
+        self.schedulers = schedulers
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(n): each.state_dict() for n, each in enumerate(self.schedulers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for n, each in enumerate(self.schedulers):
+            each.load_state_dict(state[str(n)])
+
+
+@pytest.mark.parametrize("given", ["each", "both"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_rates_of_all_optimizers_return_with_their_schedulers(schedule: str, given: str) -> None:
+    def built() -> tuple[list[torch.optim.Optimizer], list[Any], TorchHolder]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizers = [torch.optim.Adam(part.parameters(), lr=lr) for part, lr in zip(model, (1.0, 0.5), strict=True)]
+        schedulers = [SCHEDULES[schedule](optimizer) for optimizer in optimizers]
+        holder = TorchHolder(model, optimizers, schedulers if given == "each" else [Both(schedulers)])
+        return optimizers, schedulers, holder
+
+    def rates(optimizers: list[torch.optim.Optimizer], schedulers: list[Any], steps: int) -> list[Any]:
+        found = []
+        for _ in range(steps):
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                scheduler.step()
+                found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]))
+        return found
+
+    (optimizers, schedulers, holder), (others, later, restored) = built(), built()
+    rates(optimizers, schedulers, 12)
+    saved = {name: np.asarray(copy) for name, copy in holder.moments().items()}
+    restored.set_moments(saved.__getitem__)
+    assert rates(others, later, 3) == rates(optimizers, schedulers, 3)
 
 
 def test_a_parameter_that_was_replaced_after_attach_is_refused() -> None:
@@ -399,7 +456,7 @@ def test_a_learning_rate_in_a_tensor_returns() -> None:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))  # type: ignore[arg-type]
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return optimizer, scheduler, TorchHolder(model, [optimizer], scheduler)
+        return optimizer, scheduler, TorchHolder(model, [optimizer], [scheduler])
 
     (optimizer, scheduler, holder), (other, later, restored) = built(), built()
     for _ in range(3):

@@ -219,7 +219,7 @@ def test_a_model_that_trickles_does_not_keep_others_away(desk: ModelDesk, monkey
 
 def test_an_offer_ends_if_no_syncer_takes_it_within_the_limit() -> None:
     with socket.socket() as closed:
-        # A port of its own where nobody listens.
+        # Nobody listens at this port.
         closed.bind(("127.0.0.1", 0))
         config = TransportConfig(address=f"127.0.0.1:{closed.getsockname()[1]}", connect_timeout_s=0.2)
         with pytest.raises(TransportError, match="no "):
