@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
+from maxtext.input_pipeline.input_pipeline_utils import HFDataSource
 from maxtext.utils.sharding import get_input_data_sharding
 
 LOSS, TOKENS = "evaluation/total_loss", "evaluation/total_weights"
@@ -36,8 +37,7 @@ class MaxTextEvaluation:
         layout = get_input_data_sharding(config, mesh, rules=rules)
         state = with_model(self._device["state"], model)
         batches, scores = self._host["eval_data_iterator"], []
-        # MaxText's iterators of real data start from the first batch here.
-        batches.reset()
+        start_over(batches)
         for batch in batches:
             with jax.set_mesh(mesh), logical_axis_rules(rules):
                 scores.append(self._device["p_eval_step"](state, jax.device_put(batch, layout))["scalar"])
@@ -47,6 +47,22 @@ class MaxTextEvaluation:
         if not tokens:
             raise ValueError("MaxText's eval iterator has no batch; check its files, or set eval_interval=-1")
         return {"loss": loss / tokens, "tokens": tokens}
+
+
+def start_over(batches: Any) -> None:
+    """Let an iterator of MaxText begin with its first batch."""
+    source = getattr(getattr(batches, "dataloader", None), "_data_source", None)
+    if isinstance(source, HFDataSource):
+        # It takes the next record of a stream, also for a new iterator, unless a worker process has a copy of it.
+        source.__init__(  # type: ignore[misc]
+            source.dataset,
+            source.dataloading_host_index,
+            source.dataloading_host_count,
+            source.num_threads,
+            source.max_target_lenth,
+            source.data_column_names,
+        )
+    batches.reset()
 
 
 def with_model(state: nnx.State, model: nnx.State) -> nnx.State:

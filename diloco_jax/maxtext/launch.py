@@ -1,10 +1,12 @@
 """MaxText's pre-training as an island, from its arguments to its end."""
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import absl.flags
 import absl.logging
 import jax
 from maxtext.input_pipeline import grain_data_processing as pipeline
@@ -74,6 +76,8 @@ def run(
             stack.enter_context(
                 replaced(pipeline, "get_datasets", sharded(pipeline.get_datasets, place.index, place.count))
             )
+        # MaxText's own command does so; grain reads a flag when it starts a worker process.
+        absl.flags.FLAGS(sys.argv[:1])
         train.main([train.__file__, *arguments.as_words()])
         if loop.trouble:
             raise RuntimeError(f"MaxText ended before the run: {loop.trouble}")

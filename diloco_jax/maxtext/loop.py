@@ -88,7 +88,7 @@ class IslandLoop:
             "data": "own" if self._leases is None else "leased",
             "corpus": "" if self._leases is None else self._leases.corpus,
             "evaluate": MaxTextEvaluation(device, host, fixed) if evaluates else None,
-            "loader": None if self._leases is not None else _loader(host["data_iterator"]),
+            "loader": None if self._leases is not None else _loader(host["data_iterator"], config.dataset_type.value),
             "filter": nnx.LoRAParam if config.lora.enable_lora else nnx.Param,
         }
         self._island = self._stack.enter_context(
@@ -116,12 +116,13 @@ class IslandLoop:
         logger.learning_rate_schedule = lambda _: schedule(self._island.global_step)
 
 
-def _loader(iterator: Any) -> Any:
-    found = position_of(iterator)
+def _loader(iterator: Any, dataset_type: str) -> Any:
+    # MaxText's source for `hf` takes the next record of a stream, whatever the position is.
+    found = position_of(iterator) if dataset_type == "grain" else None
     if found is None:
         log.warning(
-            f"{type(iterator).__name__} of MaxText has no position: after a failure this island reads its data from "
-            "the start; use dataset_type=grain or hf"
+            f"dataset_type={dataset_type} of MaxText has no position: after a failure this island reads its data from "
+            "the start; use dataset_type=grain"
         )
     return found
 

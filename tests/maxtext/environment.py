@@ -94,6 +94,38 @@ def corpus(python: Path) -> Path:
     return folder
 
 
+PARQUET = """
+import sys
+from pathlib import Path
+
+import pyarrow
+from pyarrow import parquet
+sys.path.insert(0, sys.argv[1])
+import maxtext_corpus
+
+every = [record for text in maxtext_corpus.texts()[:400] for record in maxtext_corpus.records(text)]
+for number in range(4):
+    parquet.write_table(pyarrow.table({"text": every[number:4000:4]}), f"{sys.argv[2]}/train-{number}.parquet")
+parquet.write_table(pyarrow.table({"text": every[4000:4400]}), f"{sys.argv[2]}/eval.parquet")
+"""
+
+
+def parquet_words(python: Path, data: Path, folder: Path, **more: str) -> list[str]:
+    """Return MaxText's arguments for the tiny model on parquet files, with MaxText's default for worker processes."""
+    made = [python, "-c", PARQUET, ROOT / "docs" / "examples", folder]
+    subprocess.run(made, check=True, env=clean_environment(), timeout=SLOW_HANGS_S)
+    files = {
+        "dataset_type": "hf",
+        "hf_path": "parquet",
+        "hf_train_files": f"{folder}/train-*.parquet",
+        "hf_eval_files": f"{folder}/eval.parquet",
+        "hf_eval_split": "train",
+    }
+    left_out = ("grain_",)
+    given = words(data, folder / "outputs", **files, **more)
+    return [word for word in given if not word.startswith(left_out)]
+
+
 def words(data: Path, outputs: Path, **more: str) -> list[str]:
     """Return MaxText's arguments for the tiny model."""
     files = {

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from tests.limits import SLOW_HANGS_S
-from tests.maxtext.environment import clean_environment, corpus, maxtext_python, words
+from tests.maxtext.environment import clean_environment, corpus, maxtext_python, parquet_words, words
 from tests.runtime.helpers import ROOT
 
 # Two islands on two busy cores need minutes to import MaxText.
@@ -88,6 +88,10 @@ def rows(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in every if row["kind"] == kind]
 
 
+def notes_of_joining(run_dir: Path, island: str) -> int:
+    return sum(island in row["members"] for row in rows(run_dir, "joined"))
+
+
 def process_of(run_dir: Path, island: str) -> int:
     """Return the process of an island of this run."""
     for place in Path("/proc").glob("[0-9]*"):
@@ -123,20 +127,52 @@ def test_two_islands_one_killed_and_the_global_model_in_maxtext(python: Path, da
     first = [re.search(r"completed step: 0, .* loss: ([0-9.]+)", log_of(run_dir, f"island-{i}")) for i in range(2)]
     assert first[0] and first[1] and first[0][1] != first[1][1]
 
-    # MaxText itself reads the result, and its own evaluation gives the same number.
-    exported = tmp_path / "exported"
+    # MaxText itself reads the result, and its own evaluation gives the same number. It prints three decimals.
+    assert abs(score_in_maxtext(python, run_dir, arguments, tmp_path) - scores[-1]) < 2e-3
     here = {"env": clean_environment(), "cwd": tmp_path, "capture_output": True, "text": True, "timeout": SLOW_HANGS_S}
-    made = subprocess.run([python, "-m", "diloco_jax.maxtext.export", run_dir, exported, *arguments], **here)
-    assert made.returncode == 0, made.stderr[-2000:]
     other = [python, "-m", "diloco_jax.maxtext.export", run_dir, tmp_path / "other", *arguments, "scan_layers=false"]
     refused = subprocess.run(other, **here)
     assert refused.returncode == 2 and "is of another model" in refused.stderr and not (tmp_path / "other").exists()
+
+
+def score_in_maxtext(python: Path, run_dir: Path, arguments: list[str], folder: Path) -> float:
+    """Export the global model of a run, and return the loss that MaxText's own evaluation prints for it."""
+    here = {"env": clean_environment(), "cwd": folder, "capture_output": True, "text": True, "timeout": SLOW_HANGS_S}
+    made = subprocess.run([python, "-m", "diloco_jax.maxtext.export", run_dir, folder / "exported", *arguments], **here)
+    assert made.returncode == 0, made.stderr[-2000:]
     evaluation = shlex.split(made.stdout.splitlines()[-1])
     checked = subprocess.run([python, *evaluation[1:]], **here)
     found = EVALUATED.findall(checked.stdout + checked.stderr)
     assert found, (checked.stdout + checked.stderr)[-3000:]
-    # MaxText prints three decimals.
-    assert abs(float(found[0][1]) - scores[-1]) < 2e-3
+    return float(found[0][1])
+
+
+@pytest.mark.parametrize(
+    "workers", [{}, {"grain_worker_count": "0", "grain_worker_count_eval": "0"}], ids=["default", "0"]
+)
+def test_parquet_files_with_one_island_killed(
+    workers: dict[str, str], python: Path, data: Path, tmp_path: Path
+) -> None:
+    """By default MaxText reads in worker processes; `hf` has no position, so a killed island reads from the start."""
+
+    def kill(run_dir: Path) -> None:
+        wait_until(lambda: len(own_steps(run_dir, "island-1")) > 10, "steps of island-1")
+        os.kill(process_of(run_dir, "island-1"), signal.SIGKILL)
+
+    arguments = [
+        *parquet_words(python, data, tmp_path, per_device_batch_size="8"),
+        *(f"{k}={v}" for k, v in workers.items()),
+    ]
+    run_dir = train(
+        tmp_path, [python, "-m", "diloco_jax.maxtext", *arguments], {"train": {"steps": 300, "eval_every": 100}}, kill
+    )
+    scores = [row["loss"] for row in rows(run_dir, "eval")]
+    assert scores[-1] < scores[0] - 0.3, scores
+    log = log_of(run_dir, "island-1")
+    assert log.count("dataset_type=hf of MaxText has no position") == 2
+    assert notes_of_joining(run_dir, "island-1") == 2
+    # Each evaluation begins with the first batch, as MaxText's own does in a new process.
+    assert abs(score_in_maxtext(python, run_dir, arguments, tmp_path) - scores[-1]) < 2e-3
 
 
 def test_leased_records_are_read_exactly_once(python: Path, data: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The processes of a local run for their supervisor; the processes of one island start and end together."""
 
+import os
 import re
 import signal
 import socket
@@ -17,10 +18,12 @@ BRIEF_S = 20.0
 DELAY_MAX_S = 60.0
 # The count of failures restarts after a process has run for so long.
 STEADY_S = 600.0
-# The last line of a program that Python could not load.
+# The exception of a program that Python could not load.
 UNLOADABLE = re.compile(r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b")
 # When a process of an island has ended, the others have so long to end by themselves.
 GRACE_S = 5.0
+# How much of a log's end is read for the reason of an end, and how much of it is shown, in characters.
+READ_BYTES, TEXT_MAX = 1 << 20, 400
 
 
 @dataclass(slots=True)
@@ -30,19 +33,34 @@ class Process:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    # Where the lines of this process begin in its log.
+    log_begins: int = 0
 
     def describe_exit(self) -> str:
-        """Describe how the process ended, with its last line."""
+        """Describe how the process ended, with its exception or its last line."""
         code = self.process.returncode
         killed = code is not None and code < 0
         how = f"killed by {signal.Signals(-code).name}" if killed else f"ended with status {code}"
         last = "; its last line was" if killed else ""
-        return f"{self.name} {how}{last}: {self.last_line()} (log: {self.log})"
+        return f"{self.name} {how}{last}: {self.reason()} (log: {self.log})"
+
+    def reason(self) -> str:
+        """Return the exception that ended the process, else its last line."""
+        lines = self._lines() if self.process.returncode == FAILED else []
+        begins = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+        # What Python runs at its exit may still write lines.
+        raised = (line for line in lines[begins[-1] + 1 :] if line.strip() and not line[0].isspace()) if begins else ()
+        return next(iter(raised), "")[:TEXT_MAX] or self.last_line()
 
     def last_line(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = self._lines()
         said = [line for line in lines[-4:] if not line.startswith(("-----", "For simplicity, JAX has removed"))]
-        return said[-1][:400] if said else "it printed nothing"
+        return said[-1][:TEXT_MAX] if said else "it printed nothing"
+
+    def _lines(self) -> list[str]:
+        with self.log.open("rb") as file:
+            file.seek(max(self.log_begins, file.seek(0, os.SEEK_END) - READ_BYTES))
+            return file.read().decode("utf-8", "replace").strip().splitlines()
 
 
 @dataclass(slots=True)
@@ -91,7 +109,7 @@ class Child:
     @property
     def unloadable(self) -> bool:
         """Tell whether Python could not load its program, so that a restart would fail as well."""
-        return self.poll() == FAILED and bool(UNLOADABLE.match((self.first or self.hosts[0]).last_line()))
+        return self.poll() == FAILED and bool(UNLOADABLE.match((self.first or self.hosts[0]).reason()))
 
     def poll(self) -> int | None:
         """Return the exit status once all processes have ended; kill the others GRACE_S after the first has ended."""

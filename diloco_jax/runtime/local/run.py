@@ -171,6 +171,7 @@ class LocalRun:
         if arguments:
             command = [sys.executable, "-m", "diloco_jax", *arguments, "--run-dir", str(self._run_dir)]
         with log.open("ab") as stream:
+            begins = stream.tell()
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE if "--standby" in arguments else subprocess.DEVNULL,
@@ -180,7 +181,7 @@ class LocalRun:
                 # Ctrl-C on the terminal must reach only the supervisor.
                 start_new_session=True,
             )
-        return Process(title, process, log)
+        return Process(title, process, log, begins)
 
     def _await_address(self) -> str:
         assert self._syncer is not None

@@ -54,7 +54,8 @@ class Spares:
         spare = self._spares.pop(name, None)
         if spare is None or not _close(spare, f"{address.strip()} {incarnation}\n") or spare.process.poll() is not None:
             return None
-        return Process(name, spare.process, self._run_dir / LOGS / f"{name}.log")
+        log = self._run_dir / LOGS / f"{name}.log"
+        return Process(name, spare.process, log, log.stat().st_size if log.exists() else 0)
 
     def end(self) -> None:
         for spare in self._spares.values():

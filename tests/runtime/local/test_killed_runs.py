@@ -69,7 +69,17 @@ def trains(run_dir: Path, lives: int) -> None:
 def failover_starts(job: Job) -> None:
     """Start a syncer on a copy of the folder that has lost all snapshots but the oldest one."""
     copy, ignored = job.run_dir.with_name("copy"), ("*.lock", "status.json", "*.part", "*.arrays", "health")
-    shutil.copytree(job.run_dir, copy, ignore=shutil.ignore_patterns(*ignored))
+
+    def copied() -> bool:
+        """Copy the folder; False if the running syncer removed an old snapshot meanwhile."""
+        shutil.rmtree(copy, ignore_errors=True)
+        try:
+            shutil.copytree(job.run_dir, copy, ignore=shutil.ignore_patterns(*ignored))
+        except shutil.Error:
+            return False
+        return True
+
+    wait_for(copied, "a copy")
     for newer in sorted((copy / "checkpoints").glob("step_*"))[1:]:
         shutil.rmtree(newer)
     lives = len(begun(copy))

@@ -43,10 +43,11 @@ class Scripted(LocalRun):
         script = scripts[min(number, len(scripts) - 1)]
         log = self._run_dir / "logs" / f"{name}.log"
         with log.open("ab") as stream:
+            begins = stream.tell()
             pipe = subprocess.PIPE if "standby" in name else None
             shell = ["sh", "-c", script]
             process = subprocess.Popen(shell, stdin=pipe, stdout=stream, stderr=stream, cwd=self._run_dir)
-        return Process(name, process, log)
+        return Process(name, process, log, begins)
 
 
 class Told:
@@ -274,6 +275,37 @@ def test_a_drained_island_stays_away_and_others_are_still_looked_after(tmp_path:
     told.run.run()
     assert told.starts("island-0") == 1 and told.starts("island-1") == 2
     assert told.said.count("island-0 left: drained") == 1
+
+
+RAISED = """Traceback (most recent call last):
+  File "loop.py", line 3, in <module>
+ValueError: the cause
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "loop.py", line 5, in <module>
+    step()
+    ^^^^^^
+RuntimeError: the step failed
+  a note
+CLEANUP: name 'open' is not defined
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(1, "status 1: RuntimeError: the step failed (log:"), (2, "status 2: CLEANUP: name 'open' is not defined (log:")],
+)
+def test_the_reason_of_an_end_is_the_exception_of_this_life(tmp_path: Path, status: int, words: str) -> None:
+    log = tmp_path / "a.log"
+    log.write_text(RAISED)
+    ended: Any = SimpleNamespace(returncode=status)
+    assert words in Process("a", ended, log).describe_exit()
+    begins = log.stat().st_size
+    with log.open("a") as file:
+        file.write("nothing to train\n")
+    assert f"status {status}: nothing to train (log:" in Process("a", ended, log, begins).describe_exit()
 
 
 def test_too_few_islands_end_the_run(tmp_path: Path) -> None:
