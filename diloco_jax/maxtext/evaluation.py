@@ -54,7 +54,7 @@ def start_over(batches: Any) -> None:
     source = getattr(getattr(batches, "dataloader", None), "_data_source", None)
     if isinstance(source, HFDataSource):
         # It takes the next record of a stream, also for a new iterator, unless a worker process has a copy of it.
-        source.__init__(  # type: ignore[misc]
+        source.__init__(
             source.dataset,
             source.dataloading_host_index,
             source.dataloading_host_count,
