@@ -1,9 +1,11 @@
 """The inner loops for one block of 256 elements that depend on the format: they decode and encode it.
 
-kernels.py calls them. Numba's cache of compiled code checks only the date of the calling file. So a change of this file
-must change `BLOCKS` in kernels.py too; otherwise old code keeps running.
+kernels.py calls them. `compiled` compiles its loops, and those of the other modules here.
 """
 
+import hashlib
+from functools import cache
+from pathlib import Path
 from typing import Any, no_type_check
 
 import numpy as np
@@ -33,10 +35,22 @@ MAGNITUDE = np.uint32(0x7FFFFFFF)
 def compiled(function: Any) -> Any:
     """Compile a loop, and cache the compiled code if there is a folder for it."""
     try:
-        return njit(cache=True, nogil=True, error_model="numpy")(function)
+        loop = njit(cache=True, nogil=True, error_model="numpy")(function)
     except RuntimeError:
         # No folder for a cache can be written to, not even the user's.
         return njit(nogil=True, error_model="numpy")(function)
+    # Numba takes cached code if the file of the function is unchanged. The functions that are inlined into it are in
+    # other files, and after an upgrade of these alone the old code would merge.
+    kept = loop._cache._cache_file
+    kept._source_stamp = (kept._source_stamp, _sources(Path(function.__code__.co_filename).parent))
+    return loop
+
+
+@cache
+def _sources(folder: Path) -> str:
+    """Return a digest of all modules in a folder."""
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def _at(dtype: Any, size: int = BLOCK) -> Any:

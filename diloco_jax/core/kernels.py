@@ -38,9 +38,6 @@ from diloco_jax.core.blocks import (
     usable,
 )
 
-# The digest of blocks.py. Numba compiles again only if this file changes, so a test compares the digest.
-BLOCKS = "92726a909b4cc6de"
-
 _INFINITE = np.uint32(0x7F800000)
 # The results of `arrive`.
 SOUND, BAD_SCALE, BAD_CODES = 0, 1, 2

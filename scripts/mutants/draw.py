@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOMS = ("protocol", "core", "runtime", "transport")
+TEXT_MAX = 80
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -109,7 +110,7 @@ def _behaviour(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def draw(root: Path, count: int, seed: int) -> list[Mutant]:
-    """Return `count` mutants of the rooms, the same number of each, drawn by the seed over all places of a room."""
+    """Return up to `count` mutants, the same number of each room, drawn by the seed over all places of the room."""
     drawn: list[Mutant] = []
     for index, room in enumerate(ROOMS):
         found = [
@@ -120,11 +121,12 @@ def draw(root: Path, count: int, seed: int) -> list[Mutant]:
         ]
         number = count // len(ROOMS) + (index < count % len(ROOMS))
         drawn += [describe(root, *each) for each in random.Random(f"{seed} {room}").sample(found, number)]
-    return drawn
+    # A place such as `return None` may change nothing.
+    return [mutant for mutant in drawn if mutant.before != mutant.after or len(mutant.before) == TEXT_MAX]
 
 
 def describe(root: Path, path: Path, place: int) -> Mutant:
-    """Return a mutant with its line and its text before and after, at most 80 characters each."""
+    """Return a mutant with its line and its text before and after, at most TEXT_MAX characters each."""
     tree = ast.parse(path.read_text())
     for number, (node, change) in enumerate(places(tree)):
         if number == place:
@@ -138,4 +140,4 @@ def describe(root: Path, path: Path, place: int) -> Mutant:
 def _head(node: ast.AST) -> str:
     shown = node.test if isinstance(node, ast.If | ast.While) else node
     text = " ".join(ast.unparse(ast.fix_missing_locations(shown)).split())
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) < TEXT_MAX else text[: TEXT_MAX - 3] + "..."

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mutants.draw import Mutant, mutate, probe
+from mutants.notes import ALL
 
 COPIED = ("diloco_jax", "tests", "scripts", "configs", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
 CHOICE = "not (long or nightly or slow or trainers or device)"
@@ -56,7 +57,7 @@ def pytest(tree: Path, arguments: Sequence[str], limit_s: float, **environment: 
 def reaching(tree: Path, mutants: Sequence[Mutant], notes: Path) -> tuple[dict[int, set[str]], dict[str, float]]:
     """Run the whole suite once with notes: which tests reach each mutant, and what each passed test costs in seconds.
 
-    A mutant that cannot take notes reaches all tests of its room.
+    A mutant that cannot take notes, or runs at an import, reaches all tests of its room.
     """
     unnoted: set[int] = set()
     by_path: dict[str, list[int]] = defaultdict(list)
@@ -76,7 +77,7 @@ def reaching(tree: Path, mutants: Sequence[Mutant], notes: Path) -> tuple[dict[i
     for line in notes.read_text().splitlines():
         number, _, test = line.partition("\t")
         reached[int(number)].add(test)
-    for number in unnoted:
+    for number in unnoted | {number for number, tests in reached.items() if ALL in tests}:
         room = mutants[number].path.split("/")[1]
         reached[number] = {test for test in passed if test.startswith((f"tests/{room}/", "tests/sim/"))}
     return {number: reached[number] & set(passed) for number in range(len(mutants))}, passed

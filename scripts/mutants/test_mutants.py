@@ -1,6 +1,7 @@
 """Each kind of fault changes what a function returns, and notes name the function that runs."""
 
 import ast
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,15 @@ def test_a_note_names_the_test_that_runs_the_function(tmp_path: Path, monkeypatc
     monkeypatch.setattr(notes, "_noted", set())
     name, test = (tmp_path / "notes").read_text().rstrip().split("\t")
     assert name == "11" and test.endswith("test_a_note_names_the_test_that_runs_the_function")
+
+
+def test_what_runs_at_an_import_is_for_all_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes, "_noted", set())
+    monkeypatch.setenv("MUTANT_NOTES", str(tmp_path / "notes"))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "computed_at_import.py").write_text("from mutants import notes\nnotes.note(3)\n")
+    importlib.import_module("computed_at_import")
+    assert (tmp_path / "notes").read_text() == f"3\t{notes.ALL}\n"
 
 
 def test_a_seed_draws_the_same_mutants_of_every_room() -> None:

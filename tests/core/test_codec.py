@@ -459,6 +459,37 @@ def test_a_first_merge_compiles_nothing() -> None:
     assert output_of(MERGE) == "merged 37"
 
 
+INNER = """
+from numba import njit
+
+@njit(forceinline=True)
+def inner():
+    return {number}
+"""
+OUTER = """
+from diloco_jax.core.blocks import compiled
+from inner import inner
+
+@compiled
+def outer():
+    return inner()
+print(outer(), len(outer.stats.cache_hits))
+"""
+
+
+def test_cached_code_is_not_used_after_a_change_of_what_is_inlined_into_it(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    (tmp_path / "outer.py").write_text(OUTER)
+    found = []
+    for number in (1, 1, 2):
+        (tmp_path / "inner.py").write_text(INNER.format(number=number))
+        ran = subprocess.run(
+            [sys.executable, "-m", "outer"], capture_output=True, text=True, env=environment, check=True
+        )
+        found.append(ran.stdout.split())
+    assert found == [["1", "0"], ["1", "1"], ["2", "0"]]
+
+
 @pytest.fixture
 def nowhere(tmp_path: Path) -> dict[str, Any]:
     """Return the arguments of a process whose package is in a folder of somebody else, for a user without a home."""

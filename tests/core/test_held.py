@@ -136,7 +136,7 @@ def test_parts_of_a_value_are_joined_to_the_whole() -> None:
 def test_a_row_that_describes_no_blocks_of_the_slice_is_refused(row: tuple[int, ...]) -> None:
     piece = LAYOUT.pieces[-1]
     assert piece.size == 4800 * BLOCK
-    check_table(np.array([(0, 4, 4, 1)]), piece)
+    check_table(np.array([(0, 4, 4, 1), (4, 2, 2, 1)]), piece)
     with pytest.raises(ValueError, match="is not a row of the 4800 blocks of 'd'"):
         check_table(np.array([row, (3, 1, 1, 1)] if row[0] == 3 else [row]), piece)
 

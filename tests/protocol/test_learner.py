@@ -20,6 +20,7 @@ from diloco_jax.protocol.messages import (
     Message,
     PullRequest,
     Refuse,
+    StatePull,
     StepReport,
     Stop,
     Welcome,
@@ -281,6 +282,16 @@ def test_an_old_clock_does_not_turn_the_schedule_back() -> None:
     learner.on_message(Advance(2), 1.0)
     learner.on_message(fragment(1, 1, 1), 1.0)
     assert learner.global_step == 6
+
+
+def test_a_donor_that_is_asked_again_for_what_it_has_not_seen_greets() -> None:
+    """The broadcast that its receiver waits for may have been lost; the syncer answers a greeting with it."""
+    learner = trained(1)
+    asked = StatePull("r", learner.global_step + 5, 0, 0)
+    assert sent(learner.on_message(asked, 1.0)) == []
+    assert [type(message) for message in sent(learner.on_message(asked, 2.0))] == [Hello]
+    learner.on_disconnected(3.0)
+    assert sent(learner.on_message(asked, 4.0)) == [], "there is no link"
 
 
 def test_stop_frees_every_copy_and_ends() -> None:
