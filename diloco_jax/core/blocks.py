@@ -41,7 +41,7 @@ def compiled(function: Any) -> Any:
         return njit(nogil=True, error_model="numpy")(function)
     # Numba takes cached code if the file of the function is unchanged. The functions that are inlined into it are in
     # other files, and after an upgrade of these alone the old code would merge.
-    kept = loop._cache._cache_file
+    kept = loop._cache._cache_file  # type: ignore[attr-defined]
     kept._source_stamp = (kept._source_stamp, _sources(Path(function.__code__.co_filename).parent))
     return loop
 
