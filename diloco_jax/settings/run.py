@@ -339,8 +339,10 @@ class RunConfig:
             )
         if self.protocol.learners_max < count:
             raise ValueError(f"protocol.learners_max is {self.protocol.learners_max}, islands.count {count}; raise it")
-        shared = any(not self.islands.resolve(name, 0).batch_size for name in self.islands.names)
-        if self.algorithm == "decoupled" and shared and self.train.batch_size % count:
+        # A user's own loops choose their batches.
+        ours = self.algorithm == "decoupled" and not self.model.own
+        shared = ours and any(not self.islands.resolve(name, 0).batch_size for name in self.islands.names)
+        if shared and self.train.batch_size % count:
             raise ValueError(
                 f"train.batch_size is {self.train.batch_size}, which {count} islands cannot share equally; use a "
                 "multiple of islands.count, or set islands.batch_size"

@@ -161,6 +161,13 @@ def _on(topology: str, **sections: Any) -> RunConfig:
     return parse({"islands": islands, "train": {"batch_size": 32}, **sections}, "test")
 
 
+def test_only_built_in_islands_share_the_batch() -> None:
+    own = {"islands": {"count": 3}, "model": {"module": "own"}}
+    assert parse(own, "test").islands.count == 3
+    with pytest.raises(ValueError, match=r"train\.batch_size is 32, which 3 islands cannot share equally"):
+        parse({"islands": {"count": 3}, "train": {"batch_size": 32}}, "test")
+
+
 def test_a_generation_of_a_config_is_used_like_those_of_the_table() -> None:
     island = _on("v9:1x2").island("island-0")
     assert island.slice is not None

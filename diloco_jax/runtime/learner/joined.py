@@ -246,7 +246,12 @@ class Joined:
                 self._idle()
         self._decisions.forget_saved()
         self._pulse.beat()
-        return not self._over()
+        if self._over():
+            return False
+        if machine.local_step == 0:
+            # A user's loop compiles its own step now, and may wait for its first batch.
+            self._pulse.phase("makes its first step or compiles it")
+        return True
 
     def _idle(self) -> None:
         """Wait for a message, or for the end of the machine's wait for a fragment.

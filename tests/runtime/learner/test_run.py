@@ -307,6 +307,7 @@ def test_without_new_data_old_data_is_read_again_and_no_step_waits(script: Scrip
 def test_a_state_is_given_in_parts_and_taken_by_another(
     script: Script, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    caplog.set_level("INFO")
     part_bytes = adoptions.STATE_PART_BYTES // 2
     for module in (adoptions, payloads):
         monkeypatch.setattr(module, "STATE_PART_BYTES", part_bytes)
@@ -342,6 +343,8 @@ def test_a_state_is_given_in_parts_and_taken_by_another(
     assert "part 0 of the state of donor arrived damaged" in caplog.text
     taker.await_message(messages.StepReport)
     taker.end()
+    told = caplog.text.rindex
+    assert told("recovering: loads the state of donor") < told("makes its first step or compiles it")
     assert taker.tape("state") == [["state", "donor", INCARNATION, first.local_step, []]]
     lines = [line[0] for line in taker.tape()]
     assert lines.index("state") < lines.index("step")

@@ -74,7 +74,8 @@ def test_the_report_begins_with_a_verdict(tmp_path: Path) -> None:
         (each / "summary.json").write_text(json.dumps(done))
     said = data_of(page_of(folder))["verdict"]
     assert re.fullmatch(
-        r"\w+: \d+ of \d+ rounds, evaluation loss 1\.5150, .* tokens, .* s, goodput 90\.0%, no alarm, 1 restart", said
+        r"\w+: \d+ of \d+ global steps, evaluation loss 1\.5150, .* tokens, .* s, goodput 90\.0%, no alarm, 1 restart",
+        said,
     )
     uses = data_of(page_of(folder))["times"]["islands"].values()
     trained_s, all_s = sum(row["training"] for row in uses), sum(sum(row.values()) for row in uses)
