@@ -4,8 +4,6 @@ kernels.py calls them. `compiled` compiles its loops, and those of the other mod
 """
 
 import hashlib
-from functools import cache
-from pathlib import Path
 from typing import Any, no_type_check
 
 import numpy as np
@@ -39,18 +37,23 @@ def compiled(function: Any) -> Any:
     except RuntimeError:
         # No folder for a cache can be written to, not even the user's.
         return njit(nogil=True, error_model="numpy")(function)
-    # Numba takes cached code if the file of the function is unchanged. The functions that are inlined into it are in
-    # other files, and after an upgrade of these alone the old code would merge.
+    # Numba takes cached code if the file of the function is unchanged. Functions that are inlined into it may be in
+    # other files, and after a change of these alone the old code would run.
     kept = loop._cache._cache_file  # type: ignore[attr-defined]
-    kept._source_stamp = (kept._source_stamp, _sources(Path(function.__code__.co_filename).parent))
+    kept._source_stamp = (kept._source_stamp, _sources(function.__globals__))
     return loop
 
 
-@cache
-def _sources(folder: Path) -> str:
-    """Return a digest of all modules in a folder."""
-    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-    return hashlib.blake2b(text, digest_size=16).hexdigest()
+def _sources(names: dict[str, Any]) -> str:
+    """Return a digest of the source of a module, given its names, and of the modules whose loops it uses."""
+    modules, left = {}, [names]
+    while left:
+        module = left.pop()
+        if module["__name__"] in modules:
+            continue
+        modules[module["__name__"]] = module["__spec__"].loader.get_source(module["__name__"])
+        left += [value.py_func.__globals__ for value in module.values() if hasattr(value, "py_func")]
+    return hashlib.blake2b("".join(modules.values()).encode(), digest_size=16).hexdigest()
 
 
 def _at(dtype: Any, size: int = BLOCK) -> Any:

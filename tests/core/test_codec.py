@@ -468,7 +468,7 @@ def inner():
 """
 OUTER = """
 from diloco_jax.core.blocks import compiled
-from inner import inner
+from loops.inner import inner
 
 @compiled
 def outer():
@@ -479,12 +479,13 @@ print(outer(), len(outer.stats.cache_hits))
 
 def test_cached_code_is_not_used_after_a_change_of_what_is_inlined_into_it(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    (tmp_path / "outer.py").write_text(OUTER)
+    (tmp_path / "loops").mkdir()
+    (tmp_path / "loops" / "outer.py").write_text(OUTER)
     found = []
     for number in (1, 1, 2):
-        (tmp_path / "inner.py").write_text(INNER.format(number=number))
+        (tmp_path / "loops" / "inner.py").write_text(INNER.format(number=number))
         ran = subprocess.run(
-            [sys.executable, "-m", "outer"], capture_output=True, text=True, env=environment, check=True
+            [sys.executable, "-c", "import loops.outer"], capture_output=True, text=True, env=environment, check=True
         )
         found.append(ran.stdout.split())
     assert found == [["1", "0"], ["1", "1"], ["2", "0"]]
