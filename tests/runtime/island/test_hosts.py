@@ -399,8 +399,9 @@ def test_who_loses_a_host_ends(pair: Pair) -> None:
 def test_who_loses_a_host_that_passes_on_blocks_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
     monkeypatch.setattr(follower_module, "END_S", 0.1)
     (pair.leader._direct if lost == 0 else pair.follower.direct).close()
-    wait_for(lambda: pair.deaths, "the other host's end")
-    assert f"host {lost} is disconnected" in pair.deaths[0]
+    # On a busy machine the host that was cut may see its own loss first.
+    words = f"host {lost} is disconnected"
+    wait_for(lambda: any(words in each for each in pair.deaths), "the other host's end")
 
 
 @pytest.mark.parametrize(
