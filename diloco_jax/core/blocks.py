@@ -37,9 +37,12 @@ def compiled(function: Any) -> Any:
     except RuntimeError:
         # No folder for a cache can be written to, not even the user's.
         return njit(nogil=True, error_model="numpy")(function)
+    if not hasattr(loop, "_cache"):
+        # NUMBA_DISABLE_JIT is set.
+        return loop
     # Numba takes cached code if the file of the function is unchanged. Functions that are inlined into it may be in
     # other files, and after a change of these alone the old code would run.
-    kept = loop._cache._cache_file  # type: ignore[attr-defined]
+    kept = loop._cache._cache_file
     kept._source_stamp = (kept._source_stamp, _sources(function.__globals__))
     return loop
 
@@ -51,7 +54,7 @@ def _sources(names: dict[str, Any]) -> str:
         module = left.pop()
         if module["__name__"] in modules:
             continue
-        modules[module["__name__"]] = module["__spec__"].loader.get_source(module["__name__"])
+        modules[module["__name__"]] = module["__spec__"].loader.get_source(module["__name__"]) or ""
         left += [value.py_func.__globals__ for value in module.values() if hasattr(value, "py_func")]
     return hashlib.blake2b("".join(modules.values()).encode(), digest_size=16).hexdigest()
 

@@ -77,7 +77,7 @@ def run(
                 replaced(pipeline, "get_datasets", sharded(pipeline.get_datasets, place.index, place.count))
             )
         # MaxText's own command does so; grain reads a flag when it starts a worker process.
-        absl.flags.FLAGS(sys.argv[:1])
+        absl.flags.FLAGS(sys.argv[:1] or [""])
         train.main([train.__file__, *arguments.as_words()])
         if loop.trouble:
             raise RuntimeError(f"MaxText ended before the run: {loop.trouble}")

@@ -118,7 +118,7 @@ class IslandLoop:
 
 def _loader(iterator: Any, dataset_type: str) -> Any:
     # MaxText's source for `hf` takes the next record of a stream, whatever the position is.
-    found = position_of(iterator) if dataset_type == "grain" else None
+    found = position_of(iterator) if dataset_type != "hf" else None
     if found is None:
         log.warning(
             f"dataset_type={dataset_type} of MaxText has no position: after a failure this island reads its data from "

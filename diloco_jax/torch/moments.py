@@ -82,27 +82,32 @@ class Slot(NamedTuple):
 class Group(NamedTuple):
     """The numbers of one of an optimizer's parameter groups: its learning rate, its betas, and what it counts there."""
 
-    group: dict[str, Any]
-    # Keys with numbers at the start; a scheduler that is made later may add others.
-    keys: tuple[str, ...]
+    optimizer: torch.optim.Optimizer
+    place: int
+    # What the group has at the start; a scheduler that is made later may add entries. Switches stay those of the loop.
+    first: dict[str, Any]
 
     @classmethod
-    def of(cls, group: dict[str, Any]) -> Group:
-        """Return the numbers of a group."""
-        others = {key: value for key, value in group.items() if key != "params"}
-        return cls(group, tuple(key for key, value in others.items() if list(_numbers(value))))
+    def of(cls, optimizer: torch.optim.Optimizer, place: int) -> Group:
+        """Return the numbers of a group, by its place: `load_state_dict` replaces the groups of an optimizer."""
+        group = optimizer.param_groups[place]
+        others = {key: value for key, value in group.items() if key != "params" and not isinstance(value, bool)}
+        return cls(optimizer, place, {key: value for key, value in others.items() if list(_numbers(value))})
 
     def numbers(self) -> dict[str, Any]:
-        """Return the numbers by key."""
-        return {key: self.group[key] for key in self.keys}
+        """Return the numbers by key; the first ones where an entry has another form by now."""
+        group = self.optimizer.param_groups[self.place]
+        now = {key: group.get(key) for key in self.first}
+        return {key: now[key] if _form(now[key]) == _form(value) else value for key, value in self.first.items()}
 
     def set(self, numbers: Mapping[str, Any]) -> None:
         """Replace the numbers; a tensor is changed in place, because a compiled optimizer reads it."""
+        group = self.optimizer.param_groups[self.place]
         for key, value in numbers.items():
-            if isinstance(self.group[key], torch.Tensor):
-                self.group[key].fill_(value)
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(torch.as_tensor(value))
             else:
-                self.group[key] = value
+                group[key] = value
 
 
 class TorchMoments:
@@ -134,8 +139,8 @@ class TorchMoments:
         self._groups: dict[str, Group] = {}
         for number, optimizer in enumerate(optimizers):
             _check_optimizer(optimizer)
-            for index, group in enumerate(optimizer.param_groups):
-                self._groups[f"{GROUPS}{number}/{index}/"] = Group.of(group)
+            for index in range(len(optimizer.param_groups)):
+                self._groups[f"{GROUPS}{number}/{index}/"] = Group.of(optimizer, index)
             folder = OPTIMIZER if len(optimizers) == 1 else f"{OPTIMIZER}{number}/"
             for index, (group, parameter) in enumerate(_parameters(optimizer)):
                 path = names.get(id(parameter), f"extra/{index}")
@@ -267,10 +272,14 @@ def _numbers(tree: Any, name: str = "") -> Iterator[tuple[str, bool | int | floa
     elif isinstance(tree, list | tuple):
         for index, value in enumerate(tree):
             yield from _numbers(value, f"{name}/{index}" if name else str(index))
-    elif isinstance(tree, bool | int | float):
-        yield name, tree
+    elif isinstance(tree, bool | int | float | np.generic):
+        yield name, tree.item() if isinstance(tree, np.generic) else tree
     elif _is_rate(tree):
         yield name, tree.item()
+
+
+def _form(tree: Any) -> list[str]:
+    return [name for name, _ in _numbers(tree)]
 
 
 def _is_rate(leaf: Any) -> bool:
@@ -292,6 +301,8 @@ def _replaced(tree: Any, number: Callable[[str], Any], name: str) -> Any:
         return tuple(found) if isinstance(tree, tuple) else found
     if _is_rate(tree):
         return torch.full_like(tree, number(name))
+    if isinstance(tree, np.generic):
+        tree = tree.item()
     if not isinstance(tree, bool | int | float):
         return tree
     saved = number(name)

@@ -79,7 +79,7 @@ def reaching(tree: Path, mutants: Sequence[Mutant], notes: Path) -> tuple[dict[i
         reached[int(number)].add(test)
     for number in unnoted | {number for number, tests in reached.items() if ALL in tests}:
         room = mutants[number].path.split("/")[1]
-        reached[number] = {test for test in passed if test.startswith((f"tests/{room}/", "tests/sim/"))}
+        reached[number] |= {test for test in passed if test.startswith((f"tests/{room}/", "tests/sim/"))}
     return {number: reached[number] & set(passed) for number in range(len(mutants))}, passed
 
 

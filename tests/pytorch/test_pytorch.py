@@ -388,6 +388,23 @@ def test_foreseeing_a_state_does_not_change_the_optimizer_whose_numbers_return()
     assert other.param_groups[0]["k"] == 3
 
 
+@pytest.mark.parametrize("rate", [0.5, np.float32(0.5), torch.tensor(0.5), torch.tensor([0.5])], ids=str)
+def test_a_rate_of_any_type_returns_also_after_a_warm_start(rate: Any) -> None:
+    def built() -> tuple[torch.optim.Optimizer, TorchHolder]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1 if isinstance(rate, np.generic) else rate)
+        holder = TorchHolder(model, [optimizer])
+        # It replaces the groups of the optimizer.
+        optimizer.load_state_dict(optimizer.state_dict())
+        return optimizer, holder
+
+    (optimizer, holder), (other, restored) = built(), built()
+    optimizer.param_groups[0]["lr"] = rate / 2
+    saved = {name: np.asarray(copy) for name, copy in holder.moments().items()}
+    restored.set_moments(saved.__getitem__)
+    assert float(other.param_groups[0]["lr"]) == 0.25
+
+
 SCHEDULES: dict[str, Any] = {
     "steps": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.1),
     "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40),

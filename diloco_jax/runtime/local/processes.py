@@ -22,6 +22,8 @@ STEADY_S = 600.0
 UNLOADABLE = re.compile(r"(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b")
 # When a process of an island has ended, the others have so long to end by themselves.
 GRACE_S = 5.0
+# Lines before tracebacks that do not end a process, and how many lines may follow one that does.
+HANDLED, EXIT_LINES = re.compile("Exception ignored|Exception in thread|Process |--- Logging error"), 8
 # How much of a log's end is read for the reason of an end, and how much of it is shown, in characters.
 READ_BYTES, TEXT_MAX = 1 << 20, 400
 
@@ -47,10 +49,14 @@ class Process:
     def reason(self) -> str:
         """Return the exception that ended the process, else its last line."""
         lines = self._lines() if self.process.returncode == FAILED else []
-        begins = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-        # What Python runs at its exit may still write lines.
-        raised = (line for line in lines[begins[-1] + 1 :] if line.strip() and not line[0].isspace()) if begins else ()
-        return next(iter(raised), "")[:TEXT_MAX] or self.last_line()
+        begins = [
+            number
+            for number, line in enumerate(lines)
+            if line.startswith("Traceback (most recent call last)") and not HANDLED.match(lines[max(number - 1, 0)])
+        ]
+        after = [line for line in lines[begins[-1] + 1 :] if line.strip() and not line[0].isspace()] if begins else []
+        # What Python runs at its exit may write a few lines. After more the exception has not ended the process.
+        return after[0][:TEXT_MAX] if 0 < len(after) <= EXIT_LINES else self.last_line()
 
     def last_line(self) -> str:
         lines = self._lines()

@@ -304,7 +304,7 @@ def test_the_reason_of_an_end_is_the_exception_of_this_life(tmp_path: Path, stat
     assert words in Process("a", ended, log).describe_exit()
     begins = log.stat().st_size
     with log.open("a") as file:
-        file.write("nothing to train\n")
+        file.write("Exception in thread a:\n" + RAISED[RAISED.rindex("Traceback") :] + "nothing to train\n")
     assert f"status {status}: nothing to train (log:" in Process("a", ended, log, begins).describe_exit()
 
 

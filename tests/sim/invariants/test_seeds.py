@@ -18,7 +18,8 @@ from diloco_jax.sim.scenario import Scenario
 from tests.drawn import seeds
 from tests.sim.invariants.test_checkers import RECOVERY, SCENARIO
 
-# The last four have settings that are rare: waits of 0.1 and of 1 steps, 12 fragments, and periods that grow by class.
+# 51 to 67 have settings that are rare: waits of 0.1 and of 1 steps, 12 fragments, and periods that grow by class. The
+# last three failed once.
 SEEDS = (*seeds(36), 51, 62, 91, 67, 60138, 60166, 60452)
 
 
