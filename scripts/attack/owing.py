@@ -100,7 +100,7 @@ def value_ahead(ground: Ground, seen: Findings) -> None:
         aftermath(site, honest, seen)
 
 
-@CATALOGUE.add("two-runs", "the island ends with both ids; rounds of the new run go on")
+@CATALOGUE.add("two-runs", "the island ends with both ids; rounds of the new run continue")
 def two_runs(ground: Ground, seen: Findings) -> None:
     """An island of an ended run trains on while a new run of the same name starts at the same address."""
     with syncer(ground.folder / "old") as old:

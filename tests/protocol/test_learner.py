@@ -291,7 +291,7 @@ def test_a_donor_that_is_asked_again_for_what_it_has_not_seen_greets() -> None:
     assert sent(learner.on_message(asked, 1.0)) == []
     assert [type(message) for message in sent(learner.on_message(asked, 2.0))] == [Hello]
     learner.on_disconnected(3.0)
-    assert sent(learner.on_message(asked, 4.0)) == [], "there is no link"
+    assert sent(learner.on_message(asked, 4.0)) == [], "it is not connected"
 
 
 def test_stop_frees_every_copy_and_ends() -> None:
