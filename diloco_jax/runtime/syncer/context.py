@@ -1,10 +1,7 @@
-"""The objects that the modules of a syncer's process share: clock, queue of results, merges."""
+"""The objects that the modules of a syncer's process share: queue of results, merges."""
 
-import json
-import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,37 +14,10 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.model.global_model import GlobalModel, Merged
-from diloco_jax.runtime.records.files import CLOCK_FILE
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.tape_file import TapeFile
-from diloco_jax.runtime.records.telemetry import write_json
+from diloco_jax.runtime.syncer.run_clock import RunClock
 from diloco_jax.settings.run import RunConfig
-
-log = logging.getLogger(__name__)
-
-
-class RunClock:
-    """Seconds since the run started, over all its processes and the time between them; never less than `last_s`."""
-
-    def __init__(self, run_dir: Path, last_s: float) -> None:
-        path, wall_s = run_dir / CLOCK_FILE, time.time()
-        began_s = wall_s - last_s
-        try:
-            began_s = float(json.loads(path.read_text(encoding="utf-8"))["began_unix_s"])
-        except (OSError, ValueError, KeyError, TypeError):
-            try:
-                write_json(path, {"began_unix_s": began_s})
-            except OSError as error:
-                what = f"{path} cannot be written ({error})"
-                log.warning(f"{what}: after a restart the run's clock continues from its tape")
-        # In seconds since 1970.
-        self.began_unix_s = began_s
-        # The wall clock of another machine, or one that was set back, must not turn time back.
-        self._zero_s = time.monotonic() - max(last_s, wall_s - began_s)
-
-    def now_s(self) -> float:
-        """Return the time in whole microseconds, so that machine and tape get the same short number."""
-        return round(time.monotonic() - self._zero_s, 6)
 
 
 class SyncerContext(NamedTuple):

@@ -40,11 +40,12 @@ from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
-from diloco_jax.runtime.syncer.context import Merges, Results, RunClock, SyncerContext
+from diloco_jax.runtime.syncer.context import Merges, Results, SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
 from diloco_jax.runtime.syncer.island_numbers import IslandNumbers
 from diloco_jax.runtime.syncer.listening import LISTEN_PATIENCE_S, Life, open_listener
+from diloco_jax.runtime.syncer.run_clock import RunClock
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.settings.resolved import resolve

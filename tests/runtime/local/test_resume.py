@@ -26,7 +26,6 @@ from diloco_jax.runtime.records.checkpoint import complete
 from diloco_jax.runtime.records.files import newest_run_dir
 from diloco_jax.runtime.records.status import read_status
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, _rewind, mode_of
-from diloco_jax.runtime.syncer.context import RunClock
 from diloco_jax.settings.run import RunConfig, SyncerConfig, TrainConfig
 from diloco_jax.settings.text import load
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
@@ -327,22 +326,6 @@ def test_incarnations_never_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / "tapes" / f"{name}.jsonl").touch()
     assert next_incarnation(tmp_path, "island-0") == 5_000_000_000_001, "the clock was set back"
     assert next_incarnation(tmp_path, "island-1") < 5_000_000_000_000
-
-
-def test_time_continues_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("diloco_jax.runtime.syncer.context.time.time", lambda: now[0])
-    monkeypatch.setattr("diloco_jax.runtime.syncer.context.time.monotonic", lambda: 77.0)
-    assert RunClock(tmp_path, 0.0).now_s() == 0.0
-    now[0] = 1030.0
-    assert RunClock(tmp_path, 12.0).now_s() == 30.0, "the time without a process counts"
-    now[0] = 500.0
-    assert RunClock(tmp_path, 12.0).now_s() == 12.0, "a clock that was set back does not turn time round"
-    (tmp_path / "clock.json").write_text("{broken")
-    now[0] = 2000.0
-    assert RunClock(tmp_path, 12.0).now_s() == 12.0, "without a record it continues from the tape"
-    now[0] = 2001.0
-    assert RunClock(tmp_path, 12.5).now_s() == 13.0, "and that is recorded"
 
 
 def test_how_a_syncer_begins(tmp_path: Path) -> None:
