@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from diloco_jax.training.models.protocol import path_of
+from diloco_jax.training.random_keys import key_types, with_keys, without_keys
 from diloco_jax.training.sharding import LogicalAxes
 
 # Keys of a Variable from the root: names of attributes, keys of dicts, positions in lists.
@@ -51,20 +52,12 @@ def logical_axes(variable: nnx.Variable[Any]) -> LogicalAxes:
 
 def stored(variable: nnx.Variable[Any]) -> Any:
     """Return a Variable's value as plain arrays: random keys as their data."""
-    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, variable.get_raw_value())
+    return without_keys(variable.get_raw_value())
 
 
 def restore(variable: nnx.Variable[Any], value: Any) -> None:
     """Replace a Variable's value by one that `stored` returned."""
-
-    def like(now: Any, leaf: Any) -> Any:
-        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(now)) if _is_key(now) else leaf
-
-    variable.set_raw_value(jax.tree.map(like, variable.get_raw_value(), value))
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    variable.set_raw_value(with_keys(value, key_types(variable.get_raw_value())))
 
 
 class VariableArrays(MutableMapping[str, Array]):

@@ -109,7 +109,7 @@ class OwnIsland:
         self._handed, found = True, self._held.state
         given: dict[str, Any] = {"params": self._state.tree(found.params)}
         if found.opt_state is not None:
-            given["opt_state"] = found.opt_state
+            given["opt_state"] = self._state.moments(found.opt_state)
         return given
 
     @property
@@ -225,7 +225,8 @@ def join(
         name: Name of the island, the same at every start. If None, DILOCO_ISLAND.
         params: Trained and exchanged parameters, a pytree of JAX arrays in any layout on one mesh. If the run's config
             names no model, its first island sends the initial values.
-        opt_state: State that the island gets back after a restart, such as the optimizer's: any pytree of JAX arrays.
+        opt_state: State that the island gets back after a restart, such as the optimizer's: any pytree of JAX arrays
+            and random keys.
         samples_per_step: Samples of one inner step, over all devices and hosts of the island.
         tokens_per_step: Tokens in these samples. They decide the weight of the island in a merge.
         flops_per_step: Floating-point operations of the model in one step, for the metrics; 0 if unknown.

@@ -18,6 +18,7 @@ from diloco_jax.core.kinds import Canonical, Kind, canonical_forms
 from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import ExchangedState, by_name
 from diloco_jax.training.island_state import IslandState
+from diloco_jax.training.random_keys import key_types, with_keys, without_keys
 from diloco_jax.training.sharding import LogicalAxes, put_array
 from diloco_jax.training.state import TrainState
 from diloco_jax.training.whole_state.layout import StateLayout
@@ -148,7 +149,7 @@ class LoopState:
 
     Args:
         params: Any pytree of JAX arrays.
-        opt_state: Any pytree of JAX arrays; None if it stays with the loop.
+        opt_state: Any pytree of JAX arrays and random keys; None if it stays with the loop.
         axes: Logical names of the axes of parameters, by path.
 
     Raises:
@@ -163,6 +164,9 @@ class LoopState:
         self.shapes, self.kinds, self.devices = self._tensors.shapes, self._tensors.kinds, self._tensors.devices
         self.forms = self._tensors.forms
         self._opt_tree: Any = jax.tree.structure(opt_state)
+        self._key_types = key_types(opt_state)
+        self._has_keys = any(kind is not None for kind in self._key_types)
+        opt_state = self._plain(opt_state)
         check_moments(opt_state)
         # Copies: adoption donates them, and the loop may have the same memory elsewhere, such as in an average.
         self._params = self._named([jnp.copy(leaf) for leaf in leaves], "join()")
@@ -190,7 +194,14 @@ class LoopState:
         if (found := jax.tree.structure(opt_state)) != self._opt_tree:
             words = "pass opt_state to both, or to none" if opt_state is None else f"{found}, not {self._opt_tree}"
             raise ValueError(f"{who} got an opt_state of another structure than join() did: {words}")
-        return TrainState(self._named(leaves, who), opt_state)
+        return TrainState(self._named(leaves, who), self._plain(opt_state))
+
+    def _plain(self, opt_state: Any) -> Any:
+        return without_keys(opt_state) if self._has_keys else opt_state
+
+    def moments(self, opt_state: Any) -> Any:
+        """Return the state beside the parameters as the loop knows it: with its random keys."""
+        return with_keys(opt_state, self._key_types) if self._has_keys else opt_state
 
     def tree(self, params: Mapping[str, Array]) -> Any:
         """Return parameters by path as the loop's tree, in the loop's layouts."""

@@ -188,6 +188,20 @@ def test_a_loops_arrays_go_out_and_come_back_as_they_were(devices: int) -> None:
         state.taken(back, island.state.opt_state, "after_step()")
 
 
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
+def test_random_keys_of_a_state_are_held_as_arrays_and_come_back_as_keys(kind: str) -> None:
+    given = {"keys": jax.random.split(jax.random.key(5, impl=kind), 2), "count": jnp.int32(3)}
+    state = LoopState(tree(2), given)
+    held = state.exchanged("float32", False)
+    assert [leaf.dtype for leaf in jax.tree.leaves(held.state.opt_state)] == [jnp.int32, jnp.uint32]
+    assert all(len(leaf.sharding.device_set) == 2 for leaf in jax.tree.leaves(held.state.opt_state))
+    back = state.moments(held.state.opt_state)
+    assert np.array_equal(jax.random.normal(back["keys"][1], 4), jax.random.normal(given["keys"][1], 4))
+    taken = state.taken(state.tree(held.state.params), back | {"count": jnp.int32(4)}, "after_step()")
+    assert np.array_equal(taken.opt_state["keys"], jax.random.key_data(given["keys"]))
+    assert state.moments(taken.opt_state)["count"] == 4
+
+
 @pytest.mark.parametrize(
     ("params", "words"),
     [
