@@ -181,8 +181,14 @@ def syncer(arguments: argparse.Namespace) -> int:
 def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
     tell_phase(run_dir, "syncer", IMPORTING)
     stop = _begin_process(run_dir)
-    with without_collections():
-        from diloco_jax.runtime.records.signals import PARENT_ENV, give_memory_back
+    from diloco_jax.runtime.records.files import has_begun
+    from diloco_jax.runtime.records.signals import PARENT_ENV, ended_at_once, give_memory_back
+
+    def last_act() -> None:
+        tell_phase(run_dir, "syncer", "")
+        log.info(f"stopped before the run {'continued' if has_begun(run_dir) else 'began'}")
+
+    with ended_at_once(last_act), without_collections():
         from diloco_jax.runtime.syncer.run import LATE_S, SyncerRun
 
     give_memory_back()
@@ -195,16 +201,19 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
         if model is None:
             return INTERRUPTED
     else:
-        with without_collections():
-            from diloco_jax.runtime.model.evaluation import Evaluator
+        with ended_at_once(last_act):
+            with without_collections():
+                from diloco_jax.runtime.model.evaluation import Evaluator
 
-        tell_phase(run_dir, "syncer", "loading the data and describing the model")
-        model = Evaluator(config)
+            tell_phase(run_dir, "syncer", "loading the data and describing the model")
+            model = Evaluator(config)
     page = _begin_page(config, run_dir)
     try:
         # A supervisor knows that its run is complete.
         late_s = 0.0 if PARENT_ENV in os.environ else LATE_S
-        summary = SyncerRun(config, run_dir, stop, model, rewind=rewind, late_s=late_s).run()
+        with ended_at_once(last_act):
+            run = SyncerRun(config, run_dir, stop, model, rewind=rewind, late_s=late_s)
+        summary = run.run()
     finally:
         if page is not None:
             page.terminate()

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import Array
 

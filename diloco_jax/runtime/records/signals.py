@@ -61,6 +61,35 @@ def stop_on_signals(last_act: Callable[[], object] = lambda: None) -> threading.
     return stop
 
 
+@contextlib.contextmanager
+def ended_at_once(last_act: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Let the first SIGINT or SIGTERM end this process, with INTERRUPTED, while the block prepares its work.
+
+    A handler of Python would wait for the end of a compilation. So the system's handler wakes a thread, which calls
+    `last_act`. Use it only where a kill loses nothing. In other threads than the main one it has no effect.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+
+    def watch() -> None:
+        while told := os.read(reads, 1):
+            if told[0] in (signal.SIGINT, signal.SIGTERM):
+                last_act()
+                end_now(INTERRUPTED)
+        os.close(reads)
+
+    before = signal.set_wakeup_fd(writes)
+    threading.Thread(target=watch, name="signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writes)
+
+
 def stop_on_sigterm(stop: threading.Event) -> Callable[[], object]:
     """Let SIGTERM set an event, if this is the main thread; return a function that undoes it."""
     if threading.current_thread() is not threading.main_thread():

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -37,6 +37,7 @@ from diloco_jax.runtime.model.offered import OfferedModel, describe_run
 from diloco_jax.runtime.records.earlier import NOTHING_EARLIER, read_earlier
 from diloco_jax.runtime.records.files import ISLANDS_FILE, SUMMARY_FILE, TAPE_FILE
 from diloco_jax.runtime.records.pulse import Pulse
+from diloco_jax.runtime.records.signals import ended_at_once
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
@@ -384,7 +385,10 @@ class SyncerRun:
         watch = Watch(context, earlier, HostAlarms(context, writer), self._pulse, exposed)
         merges = Merges(self._model, self._results.put, Pulse(config.watchdog, "a merge", None))
         listener, ended_s = None, 0.0
+        # What is on the disk by then survives a kill as well.
+        preparing = ExitStack()
         try:
+            preparing.enter_context(ended_at_once())
             self._pulse.phase("opening its port" if mode == FRESH else "recovering from its folder")
             exposed.open(LISTEN_PATIENCE_S if mode == FAILOVER else 0.0, stop)
             requests = begin(context, self._initial, mode, clock.now_s())
@@ -397,6 +401,7 @@ class SyncerRun:
             self._free_port()
             listener = open_listener(config, run_dir, life)
             watch.listens(listener)
+            preparing.close()
             if self._arrived_s is not None:
                 log.info(f"the model is loaded after {time.monotonic() - self._arrived_s:.1f} s; islands can join")
             subscribers = Subscribers(machine, dict(self._fingerprint)[MODEL_LAYOUT])
@@ -416,6 +421,7 @@ class SyncerRun:
                 writer.rescue()
             raise
         finally:
+            preparing.close()
             self._pulse.patient()
             self._free_port()
             if listener is not None:

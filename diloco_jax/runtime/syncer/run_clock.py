@@ -75,5 +75,5 @@ def _boot() -> str:
 
 
 def _since_boot_s() -> float:
-    """Return the seconds since the machine's boot, with the time for which it was suspended."""
+    """Return the seconds since the machine's boot, including the time of a suspended machine."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from diloco_jax.runtime.records.signals import FAILED, WRONG_INPUT
+from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT
 
 PROGRAM = """
 from diloco_jax.runtime.records.signals import RefusedForGood, end_refused
@@ -29,3 +29,31 @@ def test_only_a_refusal_ends_a_program_so_that_nobody_restarts_it(error: str, st
     assert ended.returncode == status
     printed = ended.stderr.splitlines()
     assert printed[-1:] == lines and ("Traceback" in ended.stderr) == (status == FAILED)
+
+
+# A derivation of keys is a long call of C that no handler of Python interrupts, as a compilation is.
+PREPARES = """
+import hashlib, os, signal, threading
+from diloco_jax.runtime.records.signals import ended_at_once, stop_on_signals
+stop = stop_on_signals()
+{before}
+with ended_at_once(lambda: print("ends", flush=True)):
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.{name})).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", {rounds})
+print("prepared")
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_ends_a_process_that_prepares_even_inside_of_a_long_call(name: str) -> None:
+    program = PREPARES.format(before="", name=name, rounds=2_000_000_000)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout) == (INTERRUPTED, "ends\n"), ended.stderr
+
+
+def test_other_signals_and_later_ones_end_nothing() -> None:
+    before = "signal.signal(signal.SIGUSR1, lambda *_: None)"
+    program = PREPARES.format(before=before, name="SIGUSR1", rounds=3_000_000)
+    program += "os.kill(os.getpid(), signal.SIGTERM)\nprint('stopped', stop.is_set())"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "prepared\nstopped True\n"), ended.stderr

@@ -12,7 +12,7 @@ YEAR_S = 31_536_000.0
 
 
 class Machine:
-    """The clocks of the machine on which a syncer starts."""
+    """The clocks of a syncer's machine."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wall_s, self.boot, self.boot_s = 1000.0, "first", 50.0
@@ -71,7 +71,7 @@ def test_after_a_boot_a_wrong_time_of_day_adds_a_day_at_most_and_once(
     assert RunClock(tmp_path, 20.0 + PAUSE_MAX_S).now_s() == 20.0 + PAUSE_MAX_S, "set back: time does not turn round"
     machine.boots()
     machine.wall_s += 10.0
-    assert RunClock(tmp_path, 20.0 + PAUSE_MAX_S).now_s() == 30.0 + PAUSE_MAX_S, "and it goes on from there"
+    assert RunClock(tmp_path, 20.0 + PAUSE_MAX_S).now_s() == 30.0 + PAUSE_MAX_S, "and it continues from there"
 
 
 def test_a_record_that_is_missing_damaged_or_old(tmp_path: Path, machine: Machine) -> None:
