@@ -1,5 +1,6 @@
 """The processes of a local run for their supervisor; the processes of one island start and end together."""
 
+import contextlib
 import os
 import re
 import signal
@@ -24,6 +25,8 @@ UNLOADABLE = re.compile(r"(ModuleNotFoundError|ImportError|SyntaxError|Indentati
 GRACE_S = 5.0
 # Lines before tracebacks that do not end a process, and how many lines may follow one that does.
 HANDLED, EXIT_LINES = re.compile("Exception ignored|Exception in thread|Process |--- Logging error"), 8
+# A process that waits computes less than this in minutes, for its clocks and threads.
+COMPUTED_S = 1.0
 # How much of a log's end is read for the reason of an end, and how much of it is shown, in characters.
 READ_BYTES, TEXT_MAX = 1 << 20, 400
 
@@ -67,6 +70,36 @@ class Process:
         with self.log.open("rb") as file:
             file.seek(max(self.log_begins, file.seek(0, os.SEEK_END) - READ_BYTES))
             return file.read().decode("utf-8", "replace").strip().splitlines()
+
+
+class Silence:
+    """Counts the seconds since a starting process has computed or written to its log.
+
+    A start on a busy machine may take many times as long as on an idle one, so its duration says nothing.
+    """
+
+    def __init__(self, watched: Process) -> None:
+        self._watched = watched
+        self._seen = self._look()
+        self._since_s = time.monotonic()
+
+    def seconds(self) -> float:
+        """Return the seconds since the last sign of progress; call it every few seconds at least."""
+        used_s, written = self._look()
+        if used_s >= self._seen[0] + COMPUTED_S or written != self._seen[1]:
+            self._seen, self._since_s = (used_s, written), time.monotonic()
+        return time.monotonic() - self._since_s
+
+    def _look(self) -> tuple[float, int]:
+        """Return the used processor time and the size of the log; 0 for what the system does not tell."""
+        used_s, written = 0.0, 0
+        with contextlib.suppress(OSError, ValueError):
+            fields = Path(f"/proc/{self._watched.process.pid}/stat").read_text(encoding="ascii", errors="replace")
+            user, system = fields.rpartition(")")[2].split()[11:13]
+            used_s = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        with contextlib.suppress(OSError):
+            written = self._watched.log.stat().st_size
+        return used_s, written
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from diloco_jax.runtime.local.machine import CONTROLLER, Machine, check, count_of, look, settings_of
-from diloco_jax.runtime.local.processes import GRACE_S, Child, Process, free_address
+from diloco_jax.runtime.local.processes import GRACE_S, Child, Process, Silence, free_address
 from diloco_jax.runtime.local.standby import Spares, shared_by_several
 from diloco_jax.runtime.own_loop.environment import ISLAND_ENV, SYNCER_ENV
 from diloco_jax.runtime.own_loop.surroundings import (
@@ -35,8 +35,8 @@ from diloco_jax.runtime.records.status import clear_for_start, complete, last_st
 from diloco_jax.settings.islands import IslandsConfig
 from diloco_jax.settings.run import RunConfig
 
-# The syncer builds the model and listens within this time.
-START_TIMEOUT_S = 300.0
+# A starting process is given up after so many seconds without progress.
+SILENT_MAX_S = 300.0
 # After a stop, the syncer writes the last snapshot within this time.
 STOP_TIMEOUT_S = 120.0
 LEARNER_STOP_TIMEOUT_S = 15.0
@@ -117,8 +117,8 @@ class LocalRun:
 
     def _await_compilers(self) -> None:
         """Wait until the shared programs are compiled; islands compile missing programs themselves."""
-        ends_s = time.monotonic() + START_TIMEOUT_S
-        while not self._stop.is_set() and time.monotonic() < ends_s:
+        silences = [Silence(each) for each in self._compilers]
+        while not self._stop.is_set() and any(each.seconds() < SILENT_MAX_S for each in silences):
             if all(each.process.poll() is not None for each in self._compilers):
                 return
             time.sleep(POLL_S)
@@ -186,7 +186,7 @@ class LocalRun:
     def _await_address(self) -> str:
         assert self._syncer is not None
         path = self._run_dir / ADDRESS_FILE
-        ends_s = time.monotonic() + START_TIMEOUT_S
+        silence = Silence(self._syncer.hosts[0])
         while not self._stop.is_set():
             # The syncer may write its address and then fail, so its end is checked first.
             ended = self._syncer.poll() is not None
@@ -194,11 +194,11 @@ class LocalRun:
                 return text
             if ended:
                 raise RunFailed(self._syncer.describe_exit(), wrong_input=self._syncer.poll() == WRONG_INPUT)
-            if time.monotonic() > ends_s:
+            if silence.seconds() > SILENT_MAX_S:
                 raise RunFailed(
-                    f"the syncer did not listen within {START_TIMEOUT_S:.0f} s; its last line was: "
-                    f"{self._syncer.hosts[0].last_line()} (log: {self._syncer.log}); if other programs keep this "
-                    "machine busy, start again when it is idle"
+                    f"the syncer does not listen, and made no progress for {SILENT_MAX_S:.0f} s; its last line was: "
+                    f"{self._syncer.hosts[0].last_line()} (log: {self._syncer.log}); look for what it waits for, such "
+                    "as a disk or a stopped process, and start again"
                 )
             time.sleep(POLL_S)
         return ""

@@ -17,11 +17,12 @@ import pytest
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.local import processes
 from diloco_jax.runtime.local.machine import Machine
-from diloco_jax.runtime.local.processes import BRIEF_S, STEADY_S, Child, Process
+from diloco_jax.runtime.local.processes import BRIEF_S, STEADY_S, Child, Process, Silence
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.local.standby import shared_by_several
 from diloco_jax.settings.islands import IslandOverride
 from diloco_jax.settings.run import IslandsConfig, RunConfig, SyncerConfig, TrainConfig
+from tests.runtime.helpers import wait_for
 
 FOREVER = "exec sleep 1000"
 
@@ -219,6 +220,29 @@ def test_brief_lives_are_followed_by_longer_and_longer_waits(monkeypatch: pytest
         child.start_again(child.hosts)
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 0.5, 1.0, 0.5]
     assert child.failures == 1, "counted from 0 after a long life"
+
+
+def test_silence_is_time_without_computing_or_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, log, programs = [1000.0], tmp_path / "a.log", {"busy": "while :; do :; done", "still": "exec sleep 1000"}
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(processes, "COMPUTED_S", 0.05)
+    log.write_text("begins\n")
+    begun = {name: subprocess.Popen(["sh", "-c", words]) for name, words in programs.items()}
+    try:
+        silences = {name: Silence(Process(name, process, log)) for name, process in begun.items()}
+        now_s[0] += 400.0
+        wait_for(lambda: silences["busy"].seconds() == 0.0, "a process that computes")
+        assert silences["still"].seconds() == 400.0
+        with log.open("a") as file:
+            file.write("drawing the model\n")
+        assert silences["still"].seconds() == 0.0
+        log.unlink()
+        now_s[0] += 1.0
+        assert silences["still"].seconds() <= 1.0, "a log that somebody removed does not end the run"
+    finally:
+        for process in begun.values():
+            process.kill()
+            process.wait()
 
 
 def test_a_spare_takes_the_place_of_an_island_that_dies(tmp_path: Path) -> None:
