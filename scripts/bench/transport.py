@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from diloco_jax.protocol.messages import SYNCER, Advance, FragmentValue, GlobalFragment, StepReport
+from diloco_jax.protocol.messages import SYNCER, Advance, FragmentValue, GlobalFragment, StateRequest
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, connect, listen
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.trust import certificates
@@ -76,7 +76,7 @@ def config_of(address: str, chunk_bytes: int, stripes: int = 1, files: dict[str,
 
 
 def serve(config: TransportConfig, pipe: Connection | None) -> None:
-    """Answer every payload, and every report with a payload of as many bytes as the report has tokens."""
+    """Answer every payload, and every request with a payload of as many bytes as its `part` says."""
     listener = listen(config, run_id=RUN)
     if pipe is not None:
         pipe.send(listener.address)
@@ -88,9 +88,9 @@ def serve(config: TransportConfig, pipe: Connection | None) -> None:
             continue
         if isinstance(delivery.message, FragmentValue):
             listener.send(delivery.peer, Advance(delivery.message.global_step))
-        elif isinstance(delivery.message, StepReport):
-            if len(payload) != delivery.message.tokens:
-                payload = os.urandom(delivery.message.tokens)
+        elif isinstance(delivery.message, StateRequest):
+            if len(payload) != delivery.message.part:
+                payload = os.urandom(delivery.message.part)
             listener.send(delivery.peer, GlobalFragment(1, 0, 1, len(payload), 1, 0), payload)
 
 
@@ -121,7 +121,8 @@ def exchange(link: GrpcLink, payload: bytes, *, down: bool, in_flight: int, unti
 
     def ask() -> None:
         if down:
-            link.send(StepReport(LEARNER, 0, asked, len(payload), 0, (), 0.0, 0.0, 0, 0))
+            # A report would not do: a newer one replaces one that waits.
+            link.send(StateRequest(LEARNER, 0, asked, LEARNER, 0, len(payload)))
         else:
             link.send(FragmentValue(LEARNER, 0, asked, 0, 1, 1, 1, 0, len(payload), 1), payload)
 
