@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
-from tests.runtime.helpers import interrupted, kill_processes, notes, start, wait_for
-from tests.runtime.own_loop.test_join import island_pid
+from tests.runtime.helpers import interrupted, island_pid, kill_processes, notes, start, wait_for
 
 LOOP = Path(__file__).with_name("loop.py")
 

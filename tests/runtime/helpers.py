@@ -180,6 +180,18 @@ def processes_of(run_dir: Path) -> dict[int, str]:
     return found
 
 
+def island_pid(run_dir: Path, name: str) -> int:
+    """The process of an island, by what it was told."""
+    for entry in Path("/proc").iterdir():
+        try:
+            told = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else ()
+        except OSError:
+            continue
+        if f"DILOCO_ISLAND={name}".encode() in told and f"DILOCO_RUN_DIR={run_dir}".encode() in told:
+            return int(entry.name)
+    return 0
+
+
 def kill_processes(folder: Path) -> None:
     """SIGKILL for every process that serves a run in this folder; some may end by themselves meanwhile."""
     for pid in processes_of(folder):

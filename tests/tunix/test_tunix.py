@@ -16,8 +16,7 @@ import yaml
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.runtime.records.telemetry import read_metrics
 from tests.limits import SLOW_HANGS_S
-from tests.runtime.helpers import ROOT, kill_processes, notes, start, wait_for
-from tests.runtime.own_loop.test_join import island_pid
+from tests.runtime.helpers import ROOT, island_pid, kill_processes, notes, start, wait_for
 from tests.tunix.environment import tunix_python
 
 pytestmark = [pytest.mark.trainers, pytest.mark.net]

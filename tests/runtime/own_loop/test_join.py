@@ -39,6 +39,7 @@ from tests.runtime.helpers import (
     ROOT,
     call,
     interrupted,
+    island_pid,
     kill_processes,
     merged,
     notes,
@@ -70,18 +71,6 @@ def write(folder: Path, **changes: Any) -> Path:
 def run_dir(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "run"
     kill_processes(tmp_path)
-
-
-def island_pid(run_dir: Path, name: str) -> int:
-    """The process of an island, by what it was told."""
-    for entry in Path("/proc").iterdir():
-        try:
-            told = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else ()
-        except OSError:
-            continue
-        if f"DILOCO_ISLAND={name}".encode() in told and f"DILOCO_RUN_DIR={run_dir}".encode() in told:
-            return int(entry.name)
-    return 0
 
 
 @pytest.mark.long

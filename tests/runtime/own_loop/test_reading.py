@@ -15,8 +15,19 @@ import pytest
 import yaml
 
 from tests.limits import HANGS_S
-from tests.runtime.helpers import ROOT, call, interrupted, json_lines, kill_processes, merged, notes, start, wait_for
-from tests.runtime.own_loop.test_join import OWN, island_pid
+from tests.runtime.helpers import (
+    ROOT,
+    call,
+    interrupted,
+    island_pid,
+    json_lines,
+    kill_processes,
+    merged,
+    notes,
+    start,
+    wait_for,
+)
+from tests.runtime.own_loop.test_join import OWN
 
 pytestmark = pytest.mark.net
 
