@@ -238,9 +238,14 @@ def _joined(found: Mapping[str, Stored]) -> dict[str, Stored]:
     joined = dict(found)
     for name in found:
         blocks, scales = found[name], found.get(name.removesuffix(BLOCKS) + SCALES)
+        base = name.removesuffix(BLOCKS)
+        if name.endswith(BLOCKS) and blocks.dtype == "U8" and scales is None:
+            raise ValueError(
+                f"{blocks.path} has {blocks.own} in {MXFP4}, but no file has its scales, {base + SCALES}; copy the "
+                "model again"
+            )
         if not name.endswith(BLOCKS) or scales is None or {blocks.dtype, scales.dtype} != {"U8"}:
             continue
-        base = name.removesuffix(BLOCKS)
         if twin := found.get(base):
             raise ValueError(
                 f"{twin.path} has {twin.own} in {twin.dtype}, and {blocks.path} has it in {MXFP4} as {blocks.own}; "
