@@ -170,14 +170,14 @@ def _language(run: str) -> tuple[Language, int]:
 
 def _newest(run: str) -> tuple[RunConfig, Mapping[str, np.ndarray], int]:
     """Return config, parameters and global step of a run's newest checkpoint, or of the start of a config's run."""
-    from diloco_jax.runtime.model.evaluation import Evaluator
+    from diloco_jax.runtime.model.evaluation import RunModel
     from diloco_jax.runtime.records.checkpoint import load_parameters, newest_readable
     from diloco_jax.runtime.records.files import CHECKPOINTS
     from diloco_jax.settings.text import load
 
     if Path(run).is_file():
         config = load(run)
-        return config, dict(Evaluator(config).initial_parameters()), 0
+        return config, dict(RunModel(config).initial_parameters()), 0
     found = newest_readable(Path(run) / CHECKPOINTS, load_parameters)
     if found is None:
         raise ValueError(f"{run} holds no checkpoint that can be read; give the folder of a run, such as runs/NAME")

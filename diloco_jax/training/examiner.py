@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -29,7 +30,8 @@ class Examiner:
     """The held-out data of a run, with the program that measures a model on it."""
 
     blueprint: Blueprint
-    source: Source
+    # Opens the data at its first use.
+    open_source: Callable[[], Source]
     batch_size: int  # samples
     # The number of training batches that `settled` runs to compute batch statistics and the like.
     settle_batches: int
@@ -40,6 +42,11 @@ class Examiner:
     # The description of a batch, and the program compiled for it.
     _compiled: tuple[Any, jax.stages.Compiled] | None = field(default=None, init=False)
     _compiling: AbstractContextManager[Any] = field(default_factory=threading.Lock, init=False)
+
+    @cached_property
+    def source(self) -> Source:
+        """Return the data."""
+        return self.open_source()
 
     def warm_up(self) -> None:
         """Compile the program; any thread may call this."""

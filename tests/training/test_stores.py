@@ -221,6 +221,10 @@ def test_special_tokens_are_at_the_ends_of_a_document_only(
     tokenizer, text = open_tokenizer(tmp_path), "one line\n" * 9 + "and a word without an end"
     assert tokenizer.decode(tokenizer.encode_document(text)) == f"{before}{text}{after}"
     assert tokenizer.encode_document("") == []
+    # A text to continue has only the tokens before it.
+    assert tokenizer.decode(tokenizer.encode(text)) == f"{before}{text}"
+    assert tokenizer.decode(tokenizer.encode(text, begin=False)) == text
+    assert tokenizer.decode(tokenizer.encode("")) == before
 
 
 def test_rows_without_text_and_replaced_bytes_are_counted(tmp_path: Path) -> None:

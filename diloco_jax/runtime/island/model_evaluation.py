@@ -19,7 +19,7 @@ class ModelEvaluation:
     def __init__(self, config: RunConfig, blueprint: Blueprint, source: Source, frozen: Variables) -> None:
         self._config = config
         self._blueprint = blueprint
-        self._examiner = examiner_of(config, blueprint, source, lambda: frozen)
+        self._examiner = examiner_of(config, blueprint, lambda: source, lambda: frozen)
         # The user's scorer, created at its first use.
         self._scorer: Scorer | None = None
 

@@ -17,7 +17,6 @@ from diloco_jax.training.base import read_base
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.corpus import Source, load_source
 from diloco_jax.training.data.order import check_source
-from diloco_jax.training.data.tokenizer import Tokenizer
 from diloco_jax.training.examiner import Examiner
 from diloco_jax.training.named import failure, make_named
 from diloco_jax.training.sharding import MeshConfig, put_array
@@ -78,14 +77,14 @@ def _checked(found: Any) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-class Evaluator:
-    """The model on one device of this host: for its initial values, for evaluation, and for text generation.
+class RunModel:
+    """The model of a run on one device of this host: for its initial values, and for text generation.
 
-    Between two calls it holds no array. During a call it holds the parameters once, without optimizer state. Data from
-    another machine is fetched at the first evaluation, because a syncer evaluates nothing and needs no copy.
+    Between two calls it holds no array. It reads the run's data only for a model whose other state, such as batch
+    statistics, is computed from data.
 
     Raises:
-        ValueError: Model or data cannot be loaded.
+        ValueError: The model cannot be loaded.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -95,34 +94,17 @@ class Evaluator:
                 "repeat it; evaluate a snapshot there (docs/join.md, for MaxText docs/maxtext.md), or name a model "
                 "with the same parameters in model.module if there is one"
             )
-        # A wrong source raises now instead of at the first evaluation.
-        if not config.data.remote:
-            check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
         self._config = config
-        self.scorer = Scorer(config.evaluation)
         device = jax.local_devices(backend="cpu")[0]
         self._blueprint = Blueprint(config.model, config.optimizer, MeshConfig(), [device], seed=config.seed)
         self.shapes, self.kinds = self._blueprint.shapes, self._blueprint.kinds
-        if not config.data.remote:
-            _ = self._examiner
+        self._examiner = examiner_of(
+            config, self._blueprint, lambda: self._source, lambda: read_base(self._blueprint).values
+        )
 
     @cached_property
     def _source(self) -> Source:
         return load_source(self._config.data, self._config.train.seq_len)
-
-    @cached_property
-    def _examiner(self) -> Examiner:
-        return examiner_of(self._config, self._blueprint, self._source, lambda: read_base(self._blueprint).values)
-
-    @property
-    def corpus(self) -> str:
-        """Return the description of the evaluation's data, so that processes can compare it."""
-        return self._source.corpus
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer that produced the ids; None if unknown."""
-        return self._source.tokenizer
 
     @property
     def num_parameters(self) -> int:
@@ -148,26 +130,6 @@ class Evaluator:
         for path in sorted(drawn):
             yield path, np.array(with_order(drawn.pop(path), self._blueprint.orders[path]), np.float32)
 
-    def evaluate(self, parameters: Mapping[str, np.ndarray], max_batches: int, global_step: int = 0) -> dict[str, Any]:
-        """Compute the mean held-out loss of these parameters.
-
-        Args:
-            parameters: float32 arrays by path, canonical tensors.
-            max_batches: Number of batches of train.eval_batch_size sequences; fewer when the split is smaller.
-
-        Returns:
-            A dict: loss in nats per token, bits_per_byte (None if the text of the tokens is unknown) and tokens; the
-            same by name of each further set (sets); and scores, numbers by name: the model's metrics, those of the sets
-            such as "books loss", and those of evaluation.module.
-
-        Raises:
-            ValueError: Paths or shapes are not those of the model.
-        """
-        placed, other = self.place(parameters)
-        result = self._examiner.examine(placed, other, max_batches)
-        result["scores"] |= self.scorer.scores(lambda: self.model(placed, other), global_step)
-        return result
-
     def place(self, parameters: Mapping[str, np.ndarray]) -> tuple[Params, Variables]:
         """Put parameters on the device in the model's dtypes, with its other variables; raises as `evaluate`."""
         if different := sorted({*parameters} ^ {*self.shapes}):
@@ -192,7 +154,60 @@ class Evaluator:
         return self._blueprint.model(params, other)
 
 
-def examiner_of(config: RunConfig, blueprint: Blueprint, source: Source, frozen: Callable[[], Variables]) -> Examiner:
-    """Return the evaluation of a blueprint's model on the config's held-out data; `frozen` is that of `Examiner`."""
+class Evaluator(RunModel):
+    """The model of a run with its data, for evaluation.
+
+    During an evaluation it holds the parameters once, without optimizer state. Data from another machine is fetched at
+    the first evaluation, because a syncer evaluates nothing and needs no copy.
+
+    Raises:
+        ValueError: Model or data cannot be loaded.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.scorer = Scorer(config.evaluation)
+        # A wrong source raises now instead of at the first evaluation.
+        if not config.data.remote:
+            check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
+            _ = self._source
+
+    @property
+    def corpus(self) -> str:
+        """Return the description of the evaluation's data, so that processes can compare it."""
+        return self._source.corpus
+
+    def evaluate(self, parameters: Mapping[str, np.ndarray], max_batches: int, global_step: int = 0) -> dict[str, Any]:
+        """Compute the mean held-out loss of these parameters.
+
+        Args:
+            parameters: float32 arrays by path, canonical tensors.
+            max_batches: Number of batches of train.eval_batch_size sequences; fewer when the split is smaller.
+
+        Returns:
+            A dict: loss in nats per token, bits_per_byte (None if the text of the tokens is unknown) and tokens; the
+            same by name of each further set (sets); and scores, numbers by name: the model's metrics, those of the sets
+            such as "books loss", and those of evaluation.module.
+
+        Raises:
+            ValueError: Paths or shapes are not those of the model.
+        """
+        placed, other = self.place(parameters)
+        result = self._examiner.examine(placed, other, max_batches)
+        result["scores"] |= self.scorer.scores(lambda: self.model(placed, other), global_step)
+        return result
+
+
+def examiner_of(
+    config: RunConfig, blueprint: Blueprint, source: Callable[[], Source], frozen: Callable[[], Variables]
+) -> Examiner:
+    """Return the evaluation of a blueprint's model on the config's held-out data.
+
+    Args:
+        config: the run.
+        blueprint: the model.
+        source: opens the data at its first use.
+        frozen: as in `Examiner`.
+    """
     train, seed = config.train, config.data.shuffle_seed + config.seed
     return Examiner(blueprint, source, train.eval_batch_size, train.settle_batches, seed, frozen)

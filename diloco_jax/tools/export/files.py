@@ -11,7 +11,7 @@ import os
 import shutil
 import zipfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from diloco_jax.runtime.records.files import CHECKPOINTS
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse, read_values
 from diloco_jax.training.convert.adapters import merged, pairs, write_adapters
+from diloco_jax.training.convert.companions import GENERATION_FILE, folders_of, licences_of, token_ids
 from diloco_jax.training.convert.families import HOW, family_name, to_hf
 from diloco_jax.training.convert.tensors import tensors
 from diloco_jax.training.convert.weights import CONFIG_FILE, Parameters, Weights, write_weights
@@ -32,7 +33,6 @@ from diloco_jax.training.data.config import PLAIN
 from diloco_jax.training.data.corpus import tokenizer_of
 from diloco_jax.training.data.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, Tokenizer, open_tokenizer
 
-GENERATION_FILE = "generation_config.json"
 OF_TOKENIZER = (
     TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "tokenizer.model",
@@ -41,7 +41,6 @@ OF_USE = (
     GENERATION_FILE, "chat_template.jinja", "chat_template.json", "additional_chat_templates", "processor_config.json",
     "preprocessor_config.json",
 )  # fmt: skip
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Several attempts are needed, because a running run may delete the snapshot that is being read.
 ATTEMPTS = 3
 
@@ -66,6 +65,13 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch, *, imag
         raise ValueError(f"{out} already exists; choose another --out, or move it away")
     weights, where = Weights(folder), str(folder.resolve())
     model = weights.model(images)
+    try:
+        tensors(model, to_hf(model, family_name(weights.config))["model_type"])
+    except ValueError as error:
+        raise ValueError(
+            f"{folder}: a run from this model could not be exported for transformers ({error}); import a model with "
+            "another config.json"
+        ) from error
     tokenizer = open_tokenizer(folder) if (folder / TOKENIZER_FILE).exists() else None
     have = model.args.get("vocab_size", 256)
     if tokenizer and tokenizer.vocab_size > have:
@@ -189,6 +195,8 @@ class ModelWriter:
             _write_npz(folder, watch(parameters, count))
         else:
             _write_orbax(folder, watch(parameters, count), snapshot)
+        for path in licences_of(config.model):
+            shutil.copyfile(path, folder / path.name)
 
 
 def _family(config: RunConfig) -> str:
@@ -203,9 +211,9 @@ def _family(config: RunConfig) -> str:
 def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, described: dict[str, Any]) -> None:
     write_weights(folder, config.model, parameters, described["dtype"], described["model_type"])
     tokenizer = _tokenizer(config)
-    sources = _sources(config, tokenizer)
+    sources = folders_of(config.model, config.data, tokenizer)
     end = {"eos_token_id": tokenizer.end} if tokenizer and tokenizer.end is not None else {}
-    described |= _token_ids(config, sources, tokenizer)
+    described |= token_ids(config.model, sources, tokenizer)
     for name, content in ((CONFIG_FILE, described), (GENERATION_FILE, end)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for name in (*OF_TOKENIZER, *OF_USE):
@@ -220,40 +228,6 @@ def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, described
             else:
                 continue
             break
-
-
-def _sources(config: RunConfig, tokenizer: Tokenizer | None) -> list[Path]:
-    """List the folders with files for the model, the preferred one first, except those with another tokenizer."""
-    names = (tokenizer.folder if tokenizer else None, config.data.tokenizer, config.model.weights)
-    found: list[Path] = []
-    for folder in (Path(name) for name in names if name):
-        if not folder.is_dir() or folder in found:
-            continue
-        if (folder / TOKENIZER_FILE).exists() and tokenizer and open_tokenizer(folder).digest != tokenizer.digest:
-            continue
-        found.append(folder)
-    return found
-
-
-def _token_ids(config: RunConfig, sources: Sequence[Path], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the special tokens of the public model that the run started from, and the end token of its documents."""
-    found: dict[str, Any] = {}
-    weights = Path(config.model.weights)
-    if config.model.weights and weights in sources and (weights / CONFIG_FILE).exists():
-        said = Weights(weights).config
-        text = said.get("text_config")
-        said = {**(text if isinstance(text, dict) else {}), **said}
-        found = {name: said[name] for name in TOKEN_IDS if _is_token(said.get(name))}
-    end = tokenizer.end if tokenizer else None
-    ends = found.get("eos_token_id")
-    if end is not None and end not in (ends if isinstance(ends, list) else [ends]):
-        found["eos_token_id"] = end
-    return found
-
-
-def _is_token(value: Any) -> bool:
-    ids = value if isinstance(value, list) else [value]
-    return bool(ids) and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids)
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer | None:

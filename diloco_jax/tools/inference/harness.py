@@ -30,17 +30,15 @@ class Harness(TemplateLM):
     def __init__(self, language: Language) -> None:
         super().__init__()
         self._language = language
-        # The tokens that the tokenizer puts before every text.
-        self._begin = language.tokenizer.encode("")
 
     @property
     def eot_token_id(self) -> int:
         """Return the token before a text that has no context."""
-        return [*self._begin, self._language.tokenizer.end or 0][0]
+        tokenizer = self._language.tokenizer
+        return [*tokenizer.encode(""), tokenizer.end or 0][0]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        ids = self._language.tokenizer.encode(string)
-        return ids[len(self._begin) :] if add_special_tokens is False else ids
+        return self._language.tokenizer.encode(string, begin=add_special_tokens is not False)
 
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
         return self._language.likelihoods([(given, asked) for _, given, asked in requests])

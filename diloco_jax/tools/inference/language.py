@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.runtime.model.evaluation import Evaluator
+from diloco_jax.runtime.model.evaluation import RunModel
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.inference.prompt import Prompt, prompt_of
+from diloco_jax.training.convert.companions import stop_ids
+from diloco_jax.training.data.corpus import tokenizer_of
 from diloco_jax.training.models.protocol import find_model
 from diloco_jax.training.state import Batch, Params, Variables
 
@@ -48,8 +50,8 @@ class Language:
     """
 
     def __init__(self, config: RunConfig, parameters: Mapping[str, np.ndarray]) -> None:
-        evaluator = Evaluator(config)
-        if evaluator.tokenizer is None:
+        tokenizer = tokenizer_of(config.data)
+        if tokenizer is None:
             raise ValueError(
                 "the tokenizer of the run's data is unknown; with data.format tokens, name the folder of its "
                 "tokenizer.json in data.tokenizer"
@@ -59,15 +61,16 @@ class Language:
                 f"model.module '{config.model.module}' has no method `generate`, which is needed to write text; "
                 "add one like that of diloco_jax.training.models.decoder:Decoder"
             )
-        tokenizer = self.tokenizer = evaluator.tokenizer
+        run_model, self.tokenizer = RunModel(config), tokenizer
+        self._ends = stop_ids(config.model, config.data, tokenizer)
         # The model was trained on this length.
         self.context = config.train.seq_len
         self._config = config
         self._piece = piece = max(1, min(PIECE, self.context // 4))
-        self._placed = evaluator.place(parameters)
+        self._placed = run_model.place(parameters)
 
         def score(params: Params, other: Variables, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-            model: Any = evaluator.model(params, other)
+            model: Any = run_model.model(params, other)
             said = jax.nn.log_softmax(model(tokens[:, :-1])[..., : tokenizer.vocab_size])
             asked = tokens[:, 1:]
             return jnp.take_along_axis(said, asked[..., None], axis=-1)[..., 0], jnp.argmax(said, axis=-1) == asked
@@ -81,7 +84,7 @@ class Language:
             key: jax.Array,
             how: Writing,
         ) -> Any:
-            model: Any = evaluator.model(params, other)
+            model: Any = run_model.model(params, other)
             options: dict[str, Any] = {"temperature": how.temperature, "top_p": how.top_p, "ids": tokenizer.vocab_size}
             if images:
                 options["arrays"] = images
@@ -90,7 +93,7 @@ class Language:
         self._score, self._write = jax.jit(score), jax.jit(write, static_argnums=6)
 
     def write(self, prompt: str, count: int, how: Writing, files: Sequence[Path] = ()) -> Iterator[str]:
-        """Continue a text by `count` tokens, or until an end token; yield the new text piece by piece.
+        """Continue a text by `count` tokens, or until a token that ends it; yield the new text piece by piece.
 
         Args:
           prompt: the text; with images as in `prompt_of`.
@@ -109,17 +112,18 @@ class Language:
                 f"trained on {self.context} (train.seq_len), which leaves room for {limit}; ask for fewer --tokens, or "
                 "shorten the prompt"
             )
-        told, end, stop = self.tokenizer.decode(ids), self.tokenizer.end, len(ids) + count
-        while len(ids) < stop and (end is None or end != ids[-1]):
+        told, stop, ended = self.tokenizer.decode(ids), len(ids) + count, False
+        while len(ids) < stop and not ended:
             kept = ids[-max(1, self.context - self._piece) :]
             tokens = np.zeros(self._padded(len(kept)), np.int32)
             tokens[: len(kept)] = kept
             key = jax.random.fold_in(jax.random.key(how.seed), len(ids))
             new = np.asarray(self._write(*self._placed, tokens, len(kept), arrays, key, how._replace(seed=0))).tolist()
-            ids += new[: new.index(end) + 1] if end in new else new
-            text = self.tokenizer.decode([id for id in ids[:stop] if id != end])
+            last = next((place for place, id in enumerate(new) if id in self._ends), None)
+            ids, ended = [*ids, *new[:last]], last is not None
+            text = self.tokenizer.decode(ids[:stop])
             # A replacement character at the end means that a character still lacks bytes.
-            if len(ids) >= stop or not text.endswith(UNFINISHED):
+            if ended or len(ids) >= stop or not text.endswith(UNFINISHED):
                 yield text[len(told) :]
                 told = text
 

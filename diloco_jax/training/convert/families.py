@@ -28,6 +28,8 @@ MIXERS = {
     },
     "delta": {"delta_key_heads", "delta_value_heads", "delta_key_dim", "delta_value_dim", "delta_conv"},
 }  # fmt: skip
+# The arguments that matter only in layers with a mixture, beside their number of experts.
+OF_MIXTURE = {"experts_per_token", "expert_dim", "normalize_weights"}
 # Arguments that are 0 where config.json has null.
 NULL_IF_ZERO = ("attention_cap", "logit_cap")
 # Keys whose values are powers of our argument, with the exponent from theirs to ours.
@@ -76,7 +78,7 @@ def from_hf(config: Mapping[str, Any], images: bool = False) -> ModelConfig:
         args |= read_layers(keys, args, family, name)
         activation = keys["hidden_act"]
     except KeyError as error:
-        raise ValueError(f"config.json of {name} lacks {error}; copy it again") from error
+        raise ValueError(f"config.json of {name} lacks {error}, or has null for it; copy it again") from error
     activations = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
     if activation not in activations:
         raise ValueError(f"config.json: hidden_act is {activation!r:.80}; the decoder has {', '.join(activations)}")
@@ -309,6 +311,8 @@ def _resolved(c: DecoderConfig) -> list[dict[str, Any]]:
                 unused -= OF_SCALING
             if one.query_beta:
                 unused -= {"rope_length"}
+            if not one.num_experts:
+                unused |= OF_MIXTURE
             unused |= {each for mixer, options in MIXERS.items() if mixer != one.mixer for each in options}
             whole = asdict(one) | {"attention_width": one.attention_width or one.head_dim}
             kinds[name] = {key: value for key, value in whole.items() if key not in unused}

@@ -43,9 +43,14 @@ def read_layers(keys: Mapping[str, Any], args: Mapping[str, Any], family: Family
     local = _local(keys, window, family, name)
     # With a pattern, transformers builds a window's mask even if no layer has a window.
     needed = family.window in ("pattern", "typed") and family.positions == "all"
-    if not window and (any(local) or (window is None and needed)):
+    if window == 0 and any(local):
         raise ValueError(
-            f"config.json of {name}: sliding_window is {'off' if window is None else window}, but the model has layers "
+            f"config.json of {name}: sliding_window is 0, so that no token would see itself; correct it, or use null "
+            "for layers without a window"
+        )
+    if window is None and (any(local) or needed):
+        raise ValueError(
+            f"config.json of {name}: sliding_window is off, but the model has layers "
             "with a window, and transformers fails; correct sliding_window, use_sliding_window or layer_types"
         )
     full_rope, local_rope = read_rope(keys, family, name)

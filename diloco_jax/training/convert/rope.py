@@ -34,6 +34,11 @@ def read_rope(keys: Mapping[str, Any], family: Family, name: str) -> tuple[dict[
             rope[LENGTH] = keys[LENGTH]
         found = _arguments(rope, keys, family, name)
         return found, found
+    if outer := sorted(key for key in new if key in ROPE and new[key] is not None):
+        raise ValueError(
+            f"config.json of {name}: rope_parameters has {', '.join(outer)} for all layers, where transformers does "
+            f"not read them in this family; move them into {FULL} and {SLIDING}, or remove them"
+        )
     check_keys(new, {FULL: "object", SLIDING: "object"}, (), f"{name}, rope_parameters")
     local = _checked(new.get(SLIDING) or {}, family, name)
     usual = keys.get("rope_full", {"rope_type": "default"}) if not new else {"rope_type": "default"}
@@ -51,10 +56,13 @@ def write_rope(c: DecoderConfig, full: DecoderConfig, local: DecoderConfig, fami
         local: the same of a layer with a window.
         family: the family.
     """
+    found: dict[str, Any]
     if family.rope == "each" or (family.rope == "local" and local.rope_scaling != "none" and local.window):
         each = {FULL: full, SLIDING: local}
-        return {"rope_parameters": {kind: {"rope_theta": _base(one), **_settings(one)} for kind, one in each.items()}}
-    found: dict[str, Any] = {"rope_theta": _base(full)}
+        found = {"rope_parameters": {kind: {"rope_theta": _base(one), **_settings(one)} for kind, one in each.items()}}
+        # rope_parameters takes precedence over this key, which a decoder with kinds of layers does not have.
+        return found | ({"rope_local_base_freq": _base(local)} if family.rope == "local" else {})
+    found = {"rope_theta": _base(full)}
     if family.rope == "local":
         found["rope_local_base_freq"] = c.rope_theta_local or _base(local)
     settings = _settings(full)

@@ -80,7 +80,7 @@ class Weights:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.config = _read_json(self.folder / CONFIG_FILE)
+        self.config = read_json(self.folder / CONFIG_FILE)
 
     def model(self, images: bool = False) -> ModelConfig:
         """Return our model for these weights: the one of config.json, with a separate head if the files have one.
@@ -142,9 +142,14 @@ class Weights:
         """Return the files with tensors: model.safetensors if it exists, as in transformers; else the index's files."""
         names = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if SINGLE_FILE in names:
+            if (self.folder / INDEX_FILE).exists():
+                log.warning(
+                    f"{self.folder} has {SINGLE_FILE} beside {INDEX_FILE}; as in transformers, only {SINGLE_FILE} is "
+                    "read; remove the one that is old"
+                )
             return [self.folder / SINGLE_FILE]
         if (index := self.folder / INDEX_FILE).exists():
-            listed = _read_json(index).get("weight_map")
+            listed = read_json(index).get("weight_map")
             if not isinstance(listed, dict) or not all(name == Path(str(name)).name for name in listed.values()):
                 raise ValueError(f"{index} has no weight_map of tensors to files beside it; copy it again")
             wanted = sorted(set(listed.values()))
@@ -238,9 +243,14 @@ def _joined(found: Mapping[str, Stored]) -> dict[str, Stored]:
     joined = dict(found)
     for name in found:
         blocks, scales = found[name], found.get(name.removesuffix(BLOCKS) + SCALES)
+        base = name.removesuffix(BLOCKS)
+        if name.endswith(BLOCKS) and blocks.dtype == "U8" and scales is None:
+            raise ValueError(
+                f"{blocks.path} has {blocks.own} in {MXFP4}, but no file has its scales, {base + SCALES}; copy the "
+                "model again"
+            )
         if not name.endswith(BLOCKS) or scales is None or {blocks.dtype, scales.dtype} != {"U8"}:
             continue
-        base = name.removesuffix(BLOCKS)
         if twin := found.get(base):
             raise ValueError(
                 f"{twin.path} has {twin.own} in {twin.dtype}, and {blocks.path} has it in {MXFP4} as {blocks.own}; "
@@ -277,7 +287,8 @@ def _name_of(own: str) -> str:
     return f"model.{name}" if BASE.match(name) else name
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a public model; ValueError names the file."""
     try:
         check_regular(path)
         if path.stat().st_size > JSON_BYTES_MAX:

@@ -29,13 +29,14 @@ from diloco_jax.training.data.image_store import (
     image_samples,
     open_image_store,
 )
+from diloco_jax.training.data.image_tokens import open_image_tokenizer
 from diloco_jax.training.data.mixture import Samples, mixed
 from diloco_jax.training.data.own import open_own
 from diloco_jax.training.data.pictures import PictureSource
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample
 from diloco_jax.training.data.store import Store, local_store
 from diloco_jax.training.data.tokenizer import BYTES, Tokenizer, open_tokenizer
-from diloco_jax.training.data.tokenizing import cached_store
+from diloco_jax.training.data.tokenizing import TRAIN, cached_store
 
 # A corpus up to this size is digested as a whole; of a larger one only samples are digested.
 WHOLE_BYTES = 1 << 24
@@ -256,14 +257,18 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
 
 
 def tokenizer_of(config: DataConfig) -> Tokenizer | None:
-    """Return the tokenizer of a run's data; None if unknown."""
-    found: list[Tokenizer | None] = []
+    """Return the tokenizer of a run's data; None if unknown.
+
+    The data is read only if its tokenizer is stored or trained there.
+    """
+    trained, found = config.tokenizer.startswith(TRAIN), list[Tokenizer | None]()
     for part in config.sources.values():
         if part.format == "bytes":
             found.append(open_tokenizer(BYTES))
         elif part.format == "images":
-            found.append(_open_images(config, part).tokenizer.tokenizer)
-        elif part.format != "tokens":
+            made = None if trained else open_image_tokenizer(config.tokenizer, config.images)
+            found.append((made or _open_images(config, part).tokenizer).tokenizer)
+        elif part.format == "store" or (trained and part.format != "tokens"):
             found.append(open_store(config, part).tokenizer)
     return _largest(found) or (open_tokenizer(config.tokenizer) if config.tokenizer else None)
 

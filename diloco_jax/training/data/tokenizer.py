@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,36 +42,45 @@ class Tokenizer:
     end: int | None
     made: Any = None
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, preceded by the start token if the tokenizer has one."""
-        return list(self.made.encode(text).ids) if self.made else list(text.encode())
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """Return the ids of a text that something follows, so without the tokens that the tokenizer puts after a text.
+
+        Args:
+          text: the text.
+          begin: whether the tokens that the tokenizer puts before a text are included.
+        """
+        own = list(self.made.encode(text, add_special_tokens=False).ids) if self.made else list(text.encode())
+        return [*self._around[0], *own] if begin else own
 
     def encode_document(self, text: str) -> list[int]:
         """Return the ids of a document and its end; a long document is encoded in pieces that end with a line."""
         first, *others = _pieces(text) or [""]
-        ids, after = self._begin(first, alone=not others)
+        ids = self.encode(first, begin=bool(first))
         for piece in others:
-            ids += self.made.encode(piece, add_special_tokens=False).ids if self.made else piece.encode()
-        ids += after
+            ids += self.encode(piece, begin=False)
+        ids += self._around[1] if first else []
         if ids and self.end is not None and (self.made is None or ids[-1] != self.end):
             ids.append(self.end)
         return ids
 
-    def _begin(self, piece: str, alone: bool) -> tuple[list[int], list[int]]:
-        """Return the ids of a document's first piece, and the ids that the tokenizer puts after the document."""
-        if not piece or not self.made:
-            return [*piece.encode()], []
-        ids = list(self.made.encode(piece).ids)
-        if alone:
-            return ids, []
-        own = self.made.encode(piece, add_special_tokens=False).ids
-        for start in range(len(ids) - len(own) + 1):
-            if ids[start : start + len(own)] == own:
-                return ids[: start + len(own)], ids[start + len(own) :]
-        raise ValueError(
-            f"{self.folder}: {TOKENIZER_FILE} changes the ids of a text where it puts special tokens around it, so a "
-            f"document of more than {ENCODED_AT_ONCE} characters cannot be cut; leave such documents out"
-        )
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """Return the tokens that the tokenizer puts before and after every text."""
+        if not self.made or not self.made.encode("").ids:
+            return [], []
+        # An empty text does not show which tokens are before it.
+        for text in chain("a", self.made.get_vocab()):
+            if own := self.made.encode(text, add_special_tokens=False).ids:
+                break
+        found = self.made.encode(text)
+        start = found.special_tokens_mask.index(0)
+        before, after = found.ids[:start], found.ids[start + len(own) :]
+        if [*before, *own, *after] != found.ids:
+            raise ValueError(
+                f"{self.folder}: {TOKENIZER_FILE} changes the ids of a text where it puts special tokens around it; "
+                "use a tokenizer that only puts them before and after a text"
+            )
+        return before, after
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         """Return the text of ids; bytes that are not UTF-8 become replacement characters, ids above bytes nothing."""

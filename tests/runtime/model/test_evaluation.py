@@ -15,6 +15,7 @@ from diloco_jax.runtime.syncer.run import SyncerRun
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.training import examiner
+from diloco_jax.training.data.corpus import tokenizer_of
 from diloco_jax.training.data.tokenizer import train_tokenizer
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.protocol import load_model
@@ -110,14 +111,15 @@ def test_each_set_is_measured_by_its_own_bytes(tmp_path: Path, monkeypatch: pyte
     parameters = dict(evaluator.initial_parameters())
     result = evaluator.evaluate(parameters, 1000)
     model: Any = load_model(config.model.module, config.model.args, config.seed)
-    assert evaluator.tokenizer is not None
+    tokenizer = tokenizer_of(config.data)
+    assert tokenizer is not None
     loss_of = jax.jit(lambda tokens: model.loss({"tokens": tokens})[0])
     for name in parts:
-        ids = evaluator.tokenizer.encode(texts[name])
-        ids = [*ids, evaluator.tokenizer.end][: (len(ids) // 32) * 32 + 1]
+        ids = tokenizer.encode(texts[name])
+        ids = [*ids, tokenizer.end][: (len(ids) // 32) * 32 + 1]
         windows = np.array([ids[at : at + 17] for at in range(0, len(ids) - 1, 16)], np.int32)
         loss = float(np.mean([loss_of(windows[at : at + 2]) for at in range(0, len(windows), 2)]))
-        size = len(evaluator.tokenizer.decode(ids[1:]).removesuffix("<|endoftext|>"))
+        size = len(tokenizer.decode(ids[1:]).removesuffix("<|endoftext|>"))
         found = result["sets"][name]
         assert found["loss"] == pytest.approx(loss, rel=1e-5) and found["tokens"] == len(ids) - 1
         assert found["bits_per_byte"] == pytest.approx(loss * found["tokens"] / size / np.log(2), rel=1e-5)

@@ -121,6 +121,28 @@ def test_an_export_has_the_files_and_ids_of_the_public_model(tmp_path: Path, whe
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (public / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.parametrize("form", ["hf", "orbax", "npz"])
+def test_an_export_has_the_licence_of_the_model_that_the_run_started_from(tmp_path: Path, form: str) -> None:
+    from orbax.checkpoint import v1 as ocp
+
+    (tmp_path / "public").mkdir()
+    for name in ("LICENSE", "Notice.txt", "README.md"):
+        (tmp_path / "public" / name).write_text(f"the text of {name}")
+    model = model_of()
+    run = make_run(tmp_path / "run", model, values := drawn(model))
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["model"]["weights"] = str(tmp_path / "public")
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert export(run, tmp_path / "out", "--format", form) == 0
+    assert [(tmp_path / "out" / name).read_text()[12:] for name in ("LICENSE", "Notice.txt")] == [
+        "LICENSE",
+        "Notice.txt",
+    ]
+    assert not (tmp_path / "out" / "README.md").exists()
+    if form == "orbax":
+        same(ocp.load(tmp_path / "out"), values)
+
+
 @pytest.mark.parametrize("begun", ["phi3", "qwen2", ""])
 def test_an_export_is_of_the_family_that_the_run_started_from(tmp_path: Path, begun: str) -> None:
     """If the model can be of it; otherwise it is of the first family that fits."""

@@ -19,6 +19,7 @@ from diloco_jax.cli.main import main
 from diloco_jax.runtime.local.baseline import DataParallelRun
 from diloco_jax.runtime.syncer.begin import FAILOVER, begin
 from diloco_jax.settings.text import load
+from diloco_jax.tools.export import files
 from diloco_jax.training.convert import weights
 from diloco_jax.training.data.tokenizer import TOKENIZER_FILE, open_tokenizer, train_tokenizer
 from diloco_jax.training.models.config import LoraConfig, ModelConfig
@@ -206,11 +207,28 @@ def test_a_wrong_folder_is_one_error(
     assert said.count("\n") == 1 and not out.exists()
 
 
+def test_what_an_export_could_not_write_is_refused(
+    public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a run is made from it."""
+
+    def refused(*_: Any) -> dict[str, Any]:
+        raise ValueError("model.args.x is 1, but models of llama in transformers have 2")
+
+    monkeypatch.setattr(files, "to_hf", refused)
+    assert main(["import", str(public / "llama"), "--out", str(tmp_path / "config.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "could not be exported for transformers (model.args.x is 1, but models of llama" in " ".join(said.split())
+    assert not (tmp_path / "config.yaml").exists()
+
+
 def all_tensors(folder: Path) -> dict[str, np.ndarray]:
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
-def test_model_safetensors_is_preferred_and_names_of_a_base_model_are_read(public: Path, tmp_path: Path) -> None:
+def test_model_safetensors_is_preferred_and_names_of_a_base_model_are_read(
+    public: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As in transformers: other files beside model.safetensors, and an index, are not looked at."""
     folder, values = tmp_path / "llama", drawn(model_of())
     shutil.copytree(public / "llama", folder)
@@ -220,6 +238,8 @@ def test_model_safetensors_is_preferred_and_names_of_a_base_model_are_read(publi
     found = weights.Weights(folder)
     read = dict(found.read(found.model()))
     assert [path for path in values if values[path].tobytes() != read[path].tobytes()] == []
+    (told,) = caplog.messages
+    assert f"{SINGLE} beside {weights.INDEX_FILE}; as in transformers, only {SINGLE} is read; remove the one" in told
 
 
 @pytest.mark.parametrize(("factor", "tied"), [(1.0, True), (2.0, False)])
@@ -231,6 +251,7 @@ def test_a_head_that_differs_is_not_tied_and_comes_out_again(
     tensors = all_tensors(folder)
     tensors[weights.HEAD] = factor * tensors[weights.EMBEDDING]
     save_file(tensors, folder / SINGLE)
+    (folder / weights.INDEX_FILE).unlink()
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
     assert main(["import", str(folder), "--config", str(public / "config.yaml"), "--out", str(config)]) == 0
     model = load(config).model

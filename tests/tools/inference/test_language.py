@@ -2,17 +2,28 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 import yaml
 
 from diloco_jax.cli import main as cli
 from diloco_jax.settings.text import parse
 from diloco_jax.tools.inference.language import Language, Writing
+from diloco_jax.training.convert.companions import stop_ids
+from diloco_jax.training.data.config import DataConfig
+from diloco_jax.training.data.tokenizer import open_tokenizer, train_tokenizer
+from diloco_jax.training.models.config import ModelConfig
+from diloco_jax.training.models.decoder import Decoder
 from tests.runtime.helpers import SMALL, merged
+from tests.tools.export.folders import model_of, public
 from tests.tools.inference.known import Known
 
 CONTEXT = 40
@@ -125,3 +136,83 @@ def test_scores_of_local_tasks(tmp_path: Path, known: Text, monkeypatch: pytest.
     (tmp_path / "sums.yaml").write_text(json.dumps({"task": "sums", **common, **ASKED["sums"], "doc_to_choice": "{{"}))
     with pytest.raises(ValueError, match=r"tasks sums failed"):
         ask_tasks(known.language, ["sums"], tmp_path, None)
+
+
+def public_model(folder: Path, single: str = "<s> $A <|endoftext|>") -> Path:
+    """A public model whose tokenizer puts tokens around texts; <|endoftext|> has id 0, and <s> id 1."""
+    public(folder, model_of())
+    train_tokenizer(["some words\n"], 300, folder, ("<s>",))
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = [("<s>", 1), ("<|endoftext|>", 0)]
+    made.post_processor = tokenizers.processors.TemplateProcessing(single=single, special_tokens=special)
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_an_imported_model_writes_without_data_until_any_of_its_end_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The prompt has no token behind it, although the tokenizer ends texts, and may have end tokens within it."""
+    folder = public_model(tmp_path / "model")
+    words, stop = (open_tokenizer(folder).encode(text, begin=False) for text in (" ok", "!"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, *stop]}))
+
+    def generate(self: Decoder, prompt: jax.Array, count: int, key: jax.Array, *, length: int, **how: Any) -> jax.Array:
+        # The last token of the prompt is the first one of the answer.
+        return jnp.asarray([*prompt[length - 1][None], *words, *stop, *stop * count])[:count]
+
+    monkeypatch.setattr(Decoder, "generate", generate)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["import", "model", "--out", "model.yaml"]) == 0
+    capsys.readouterr()
+    for prompt in ("def", "<|endoftext|>x"):
+        assert cli.main(["sample", "model.yaml", "--prompt", prompt, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["text"] == f"{prompt[-1]} ok"
+
+
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [
+        ({"config.json": [5, 6]}, {0, 5, 6}),
+        ({"config.json": 5, "generation_config.json": [7, 0]}, {0, 7}),
+        ({"config.json": 5, "generation_config.json": None}, {0}),
+        ({"config.json": True}, {0}),
+    ],
+)
+def test_end_tokens_are_those_of_transformers(tmp_path: Path, said: dict[str, Any], ends: set[int]) -> None:
+    """And that of the tokenizer, which ends documents."""
+    train_tokenizer(["some words\n"], 300, tmp_path)
+    for name, ids in said.items():
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": ids}))
+    model = ModelConfig(weights=str(tmp_path))
+    assert stop_ids(model, DataConfig(), open_tokenizer(tmp_path)) == ends
+    # Another tokenizer has other ids.
+    assert stop_ids(model, DataConfig(), replace(open_tokenizer(tmp_path), digest="another", end=3)) == {3}
+
+
+@pytest.mark.extra("eval")
+@pytest.mark.parametrize("single", ["<s> $A <|endoftext|>", "$A <|endoftext|>", "<s> $A"])
+def test_tasks_judge_the_tokens_of_the_answer(tmp_path: Path, single: str) -> None:
+    """Whatever the tokenizer puts around a text."""
+    from lm_eval.api.instance import Instance
+
+    from diloco_jax.tools.inference.harness import Harness
+
+    rows: list[tuple[list[int], list[int]]] = []
+    tokenizer = open_tokenizer(public_model(tmp_path, single))
+
+    def likelihoods(asked: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        rows.extend(asked)
+        return [(0.0, True)] * len(asked)
+
+    language: Any = SimpleNamespace(tokenizer=tokenizer, context=40, likelihoods=likelihoods)
+    harness, text = Harness(language), tokenizer.made.encode("x = def main", add_special_tokens=False).ids
+    begin, given = [1] if "<s>" in single else [], tokenizer.made.encode("x =", add_special_tokens=False).ids
+
+    def asked(kind: Any, *texts: str) -> Instance:
+        return Instance(request_type=kind, doc={}, arguments=texts, idx=0)
+
+    harness.loglikelihood([asked("loglikelihood", "x = ", "def main")])
+    harness.loglikelihood_rolling([asked("loglikelihood_rolling", "x = def main")])
+    assert rows[0] == ([*begin, *given], text[len(given) :])
+    assert rows[1] == (begin or [0], text)

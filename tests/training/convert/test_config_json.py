@@ -1,6 +1,7 @@
 """config.json of public families: what each key decides, and that no value of it ends in anything but a sentence."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -82,6 +83,53 @@ def check_sentence(config: dict[str, Any]) -> None:
         from_hf(config)
     except ValueError as error:
         assert str(error).startswith(("config.json", "model.args")), (config, error)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+SLIDING, FULL = "sliding_attention", "full_attention"
+SCALED_WINDOWS = {"rope_parameters": {FULL: {"rope_theta": 1e6}, SLIDING: {"rope_theta": 1e4, **LINEAR}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "family"),
+    [
+        ("gemma3_text", {**SCALED_WINDOWS, "layer_types": [SLIDING, SLIDING, SLIDING]}, "gemma3_text"),
+        ("gemma3_text", {**SCALED_WINDOWS, "layer_types": [SLIDING, FULL, SLIDING]}, "gemma3_text"),
+        # Without a mixture in any layer, the model is one of the family without mixtures.
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2], "num_experts_per_tok": 3, "norm_topk_prob": False}, "qwen3"),
+        ("qwen2_moe", {"decoder_sparse_step": 4, "num_experts_per_tok": 3, "qkv_bias": True}, "qwen2"),
+    ],
+    ids=["gemma3_local", "gemma3_mixed", "qwen3_dense", "qwen2_dense"],
+)
+def test_what_is_read_can_be_written_again(name: str, changes: dict[str, Any], family: str) -> None:
+    config = to_hf(model_of(name)) | changes
+    config["num_hidden_layers"] = 3
+    model = from_hf(config)
+    written = to_hf(model, name)
+    assert written["model_type"] == family
+    assert to_hf(from_hf(written), family) == written
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        # transformers divides by these numbers.
+        (
+            "gemma2",
+            {"final_logit_softcapping": 0.0},
+            "final_logit_softcapping is 0.0; it must be a finite number above",
+        ),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0; it must be a finite number above 0"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0, so that no token would see itself; correct it, or"),
+        ("llama", {"hidden_act": None}, "lacks 'hidden_act', or has null for it; copy it again"),
+        ("gemma2", {"tie_word_embeddings": None}, "lacks 'tie_word_embeddings', or has null for it; copy it again"),
+        ("gemma3_text", {"rope_parameters": LINEAR}, "rope_parameters has factor, rope_type for all layers, where"),
+        ("olmo3", {"rope_parameters": {"rope_theta": 1e4, FULL: LINEAR}}, "rope_parameters has rope_theta for all"),
+    ],
+)
+def test_a_refusal_names_what_is_wrong(name: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        from_hf(to_hf(model_of(name), name) | changes)
 
 
 def test_qwen_has_a_window_of_4096_if_none_is_named() -> None:

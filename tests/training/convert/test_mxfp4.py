@@ -142,7 +142,7 @@ def test_one_expert_is_unpacked_at_a_time(tmp_path: Path) -> None:
     [
         ({"quantization_config": None}, "_blocks of .* is U8; only F32, BF16, F16 are read"),
         ({"quantization_config": {"quant_method": "fp8"}}, "unknown keys: quantization_config"),
-        ({"scales": None}, "_blocks of .* is U8; only"),
+        ({"scales": None}, "_blocks in MXFP4, but no file has its scales, .*down_proj_scales; copy the model again"),
         ({"scales": (5, 96, 1)}, r"_blocks of .* has shape \(5, 96, 2, 16\), and its scales \(5, 96, 1\); blocks"),
         ({"scales": 255}, "down_proj_blocks of .* holds NaN or infinity"),
     ],
