@@ -168,7 +168,7 @@ class Watch:
         record = {"kind": note.kind, "t": now_s, "global_step": note.global_step}
         record |= {"fragment_id": note.fragment_id, "members": list(note.members), "reason": note.reason}
         self._telemetry.write(record)
-        if note.kind in ("joined", "left"):
+        if note.kind in ("joined", "left", "disconnected"):
             # Its next process tells its own number.
             for name in note.members:
                 self._processes.pop(name, None)

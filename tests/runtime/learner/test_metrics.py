@@ -102,7 +102,7 @@ def test_the_process_of_an_island_that_left_is_forgotten(tmp_path: Any) -> None:
     watch._processes = {"a": 1234, "b": 5678}
     watch.on_note(Note("closed", 5, 0, ("a", "b"), ""))
     assert watch._processes == {"a": 1234, "b": 5678}
-    watch.on_note(Note("left", 5, -1, ("a",), "no connection"))
+    watch.on_note(Note("disconnected", 5, -1, ("a",), "no connection"))
     assert watch._processes == {"b": 5678}
 
 
