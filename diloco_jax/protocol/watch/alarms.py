@@ -74,7 +74,7 @@ CALM = 5.0
 # Before alarms of these kinds, gaps shorter than CALM count as part of the trouble: a link may break again and again.
 FLAPPING = ("gone",)
 # By kind: seconds before an alarm is raised. A shorter trouble is harmless, or belongs to a restart of the syncer.
-HOLDS = {"gone": 5.0, "slow": 10.0, "starved": 10.0, "link": 3.0}
+HOLDS = {"gone": 5.0, "slow": 10.0, "starved": 10.0, "link": 3.0, "few": 5.0}
 
 
 class Alarm(NamedTuple):
@@ -118,7 +118,7 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
         if way := stats.links.trouble(syncer, name, median_s):
             text = f"a fragment takes {way.took_s:.1f} s to and from {name}; {way.allowed_s:.1f} s are hidden by steps"
             found.append(Alarm("link", name, text))
-    stats.crowd.look(syncer, now_s, {alarm.who for alarm in found})
+    stats.crowd.look(syncer, {alarm.who for alarm in found})
     if stats.crowd.trouble:
         found.append(Alarm("few", "", stats.crowd.trouble))
     return found
