@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import learner_dir, load_config, show
+from diloco_jax.protocol.messages import RUN_COMPLETE
 from diloco_jax.runtime.local.machine import CONTROLLER
-from diloco_jax.runtime.records.files import PAGE_TOKEN
+from diloco_jax.runtime.records.files import PAGE_TOKEN, nothing_to_do
 from diloco_jax.runtime.records.liveness import tell_phase
 from diloco_jax.runtime.records.log_lines import formatter
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, without_collections
@@ -363,8 +364,10 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
     joining = Joining(config, arguments.island, incarnation, address, run_dir, pulse, hosts)
     if hosts is not None and hosts.host:
         return follow(joining, stop)
-    reason = make(joining, stop).run()
-    print(f"{arguments.island}: {reason}", flush=True)
+    run = make(joining, stop)
+    reason = run.run()
+    idle = reason == RUN_COMPLETE and not run.joined.machine.local_step
+    print(nothing_to_do(arguments.island, run_dir) if idle else f"{arguments.island}: {reason}", flush=True)
     # The status is 0 only if the syncer ended the run.
     return INTERRUPTED if stop.is_set() else 0
 

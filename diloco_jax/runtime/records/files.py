@@ -86,6 +86,14 @@ def longer_command(run_dir: Path, limits: Limits, program: str = "train") -> str
     return command(program, run_dir / CONFIG_FILE, "--run-dir", run_dir, resumes, *more)
 
 
+def nothing_to_do(name: str, run_dir: Path) -> str:
+    """Return the text for an island of a complete run, whose syncer may be on another machine."""
+    result = f"; {run_dir / SUMMARY_FILE} has its result" if (run_dir / SUMMARY_FILE).exists() else ""
+    longer = "to train longer, start its syncer again with --train.steps MORE"
+    longer += " (diloco train --resume, or diloco syncer --rewind)"
+    return f"the run is complete, so {name} has nothing to do{result}; {longer}"
+
+
 def new_run_dir(runs_dir: Path, name: str) -> Path:
     """Return a folder that does not exist yet: NAME, else NAME-2, NAME-3, ..."""
     for number in range(1, RUN_DIRS_MAX + 1):

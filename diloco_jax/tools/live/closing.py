@@ -58,7 +58,7 @@ def onward(summary: Mapping[str, Any], config: RunConfig, run_dir: Path, program
         program: the command of `diloco` that runs the syncer, `train` or `syncer`.
     """
     if summary["complete"]:
-        # Islands on other machines have a config of their own, unless they take that of the syncer.
+        # Islands with a built-in loop have a separate copy of the config.
         same = "; give each island the same limits" if program == "syncer" and not config.model.own else ""
         return f"to train longer: {longer_command(run_dir, config.limits, program)}{same}"
     if not has_begun(run_dir):
