@@ -333,6 +333,8 @@ class SyncerRun:
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
         self._pulse.phase("compiling or loading the merge (up to a minute at the first start after an installation)")
         resolved = resolve(config, model.shapes, model.kinds)
+        if fewer := resolved.fewer_fragments(config.protocol.num_fragments):
+            log.info(fewer)
         self._config = config = resolved.config
         self._run_dir = run_dir
         self._stop = stop
