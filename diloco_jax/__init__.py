@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from diloco_jax.protocol.syncer.machine import Syncer
     from diloco_jax.runtime.learner.run import LearnerRun
     from diloco_jax.runtime.own_loop.attached import AttachedIsland, Holder, attach
-    from diloco_jax.runtime.own_loop.enter import RunComplete
     from diloco_jax.runtime.own_loop.island import OwnIsland, join
     from diloco_jax.runtime.own_loop.loaders import loader
+    from diloco_jax.runtime.own_loop.stepping import RunComplete
     from diloco_jax.runtime.subscriber.subscription import FollowedModel, follow
     from diloco_jax.runtime.syncer.run import SyncerRun
     from diloco_jax.settings.run import RunConfig
@@ -36,7 +36,7 @@ _HOMES = {
     "AttachedIsland": "runtime.own_loop.attached",
     "Holder": "runtime.own_loop.attached",
     "attach": "runtime.own_loop.attached",
-    "RunComplete": "runtime.own_loop.enter",
+    "RunComplete": "runtime.own_loop.stepping",
     "OwnIsland": "runtime.own_loop.island",
     "join": "runtime.own_loop.island",
     "loader": "runtime.own_loop.loaders",

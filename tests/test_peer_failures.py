@@ -113,7 +113,7 @@ def test_2_a_learner_whose_value_takes_longer_than_the_lease_stays_alive() -> No
     pair.held = {"slow:FragmentValue"}
     pair.step("a", "slow")
     pair.wait(100.0)  # five leases
-    assert pair.notes("silent") == [] and pair.notes("left") == []
+    assert pair.notes("silent") == [] and pair.notes("disconnected") == []
     pair.held = set()
     pair.deliver()
     assert pair.contributors() == [("a", "slow")]
@@ -315,7 +315,7 @@ def test_9_first_compile_takes_longer_than_the_lease() -> None:
         # The waits take ten minutes in all.
         pair.wait(6.0)
         pair.step("a")
-    assert pair.notes("silent") == [] and pair.notes("left") == [] and pair.notes("released") == []
+    assert pair.notes("silent") == [] and pair.notes("disconnected") == [] and pair.notes("released") == []
     (condition,) = [c for c in conditions(pair.syncer, pair.now_s) if c.learner_id == "compiles"]
     assert condition.condition == "joining" and pair.now_s - condition.since_s > 10 * pair.config.silence_s
     assert len(pair.merges()) > 100, "nobody waited for it"

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import learner_dir, load_config, show
+from diloco_jax.protocol.messages import RUN_COMPLETE
 from diloco_jax.runtime.local.machine import CONTROLLER
-from diloco_jax.runtime.records.files import PAGE_TOKEN
+from diloco_jax.runtime.records.files import PAGE_TOKEN, nothing_to_do
 from diloco_jax.runtime.records.liveness import tell_phase
 from diloco_jax.runtime.records.log_lines import formatter
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, without_collections
@@ -223,6 +224,13 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
                 # The process is suspended, or hangs.
                 page.kill()
                 page.wait()
+    # A supervisor prints these lines itself.
+    if PARENT_ENV not in os.environ:
+        from diloco_jax.tools.live.closing import alarm_lines, ending, onward
+
+        log.info(ending(summary, config))
+        for text in filter(None, [*alarm_lines(summary, run_dir), onward(summary, config, run_dir, "syncer")]):
+            log.info(text)
     return 0 if summary["complete"] or stop.is_set() else FAILED
 
 
@@ -356,8 +364,10 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
     joining = Joining(config, arguments.island, incarnation, address, run_dir, pulse, hosts)
     if hosts is not None and hosts.host:
         return follow(joining, stop)
-    reason = make(joining, stop).run()
-    print(f"{arguments.island}: {reason}", flush=True)
+    run = make(joining, stop)
+    reason = run.run()
+    idle = reason == RUN_COMPLETE and not run.joined.machine.local_step
+    print(nothing_to_do(arguments.island, run_dir) if idle else f"{arguments.island}: {reason}", flush=True)
     # The status is 0 only if the syncer ended the run.
     return INTERRUPTED if stop.is_set() else 0
 

@@ -1,7 +1,6 @@
 """The command `train`: a local run from its config to its report, with a live view."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -21,11 +20,9 @@ from diloco_jax.runtime.records.files import (
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.runtime.records.telemetry import replace_text
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.live.closing import alarm_lines, ending, onward
 from diloco_jax.tools.live.view import LiveView, run_in, show_cursor
-from diloco_jax.tools.live.words import alarm_line, ended_lines, scores_text, stands
 from diloco_jax.tools.view.page import write_report
-
-ALARMS_SHOWN = 8
 
 
 def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, resume: bool = False) -> dict[str, Any]:
@@ -77,37 +74,9 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     except ValueError as error:
         # The run stopped before its first step.
         say(f"no report: {error}")
-    told = [alarm_line(alarm) for alarm in summary["alarms"] if stands(alarm)]
-    if more := told[ALARMS_SHOWN:]:
-        told[ALARMS_SHOWN:] = [f"and {len(more)} more alarms in {run_dir / SUMMARY_FILE}"]
-    for text in [*told, *ended_lines(summary["alarms"])]:
+    for text in alarm_lines(summary, run_dir):
         Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
     # This is the last line, so that a reader finds it.
-    if not summary["complete"] and has_begun(run_dir):
-        say(f"to continue: {resume_command(run_dir)}")
+    if text := onward(summary, config, run_dir):
+        say(text)
     return summary
-
-
-def ending(summary: Mapping[str, Any], config: RunConfig) -> str:
-    """Describe how far a run came, and its newest evaluation."""
-    loss, scores = summary["eval_loss"], scores_text(summary["eval_scores"])
-    own = config.model.own
-    if loss is not None:
-        found = f"evaluation loss {loss:.4f}{scores}"
-    elif summary.get("evaluated", True):
-        found = f"evaluation loss not finite{scores}"
-    elif summary["complete"]:
-        found = "no evaluation" + (": the loops give join() no evaluate=" if own else ", see the alarms")
-    else:
-        found = "before the first evaluation"
-    steps, spent = summary["global_steps"], f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"
-    if summary["complete"]:
-        # A short run may end before a slowly starting island was merged once.
-        idle = [name for name, each in summary.get("learners", {}).items() if not each["participation"]]
-        never = f"; never merged: {', '.join(idle)}" if idle else ""
-        merged, count = summary.get("contributors_per_round"), len(summary.get("learners", {}))
-        # A low share explains a high loss: a round of one island is a global step as well.
-        share = f"; {merged:.2f} of {count} islands per round" if merged and count > 1 else ""
-        return f"complete: {found} after {steps} global steps and {spent}{share}{never}"
-    of = f" of {config.train.steps}" if config.train.steps and not config.train.tokens else ""
-    return f"stopped after {steps}{of} global steps and {spent}, {found}"

@@ -266,9 +266,11 @@ class Heartbeat(NamedTuple):
 
 
 # Reasons of a Leave that an operator caused.
-DRAINED, STOPPED_OUTSIDE, SYNCER_STOPPED = ON_PURPOSE = "drained", "stopped from outside", "the syncer was stopped"
+DRAINED, STOPPED_OUTSIDE, SYNCER_STOPPED = "drained", "stopped from outside", "the syncer was stopped"
 # The reason of Stop at the end of a run.
 RUN_COMPLETE = "run complete"
+# A learner that says goodbye for one of these reasons has left; one that failed is disconnected, whatever it says.
+ON_PURPOSE = DRAINED, STOPPED_OUTSIDE, SYNCER_STOPPED, RUN_COMPLETE
 
 
 class Leave(NamedTuple):

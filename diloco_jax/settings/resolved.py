@@ -33,6 +33,16 @@ class ResolvedRun:
         protocol = config.protocol.with_fragments(plan.counts)
         return cls(config if protocol is config.protocol else replace(config, protocol=protocol), plan)
 
+    def fewer_fragments(self, asked: int) -> str:
+        """Return why the model has fewer fragments than `protocol.num_fragments` as written; "" if it has not."""
+        made = len(self.fragments)
+        if made >= asked:
+            return ""
+        return (
+            f"{made} fragments, fewer than protocol.num_fragments = {asked}: with periods by class, a class is cut "
+            "only until its fragments are as large as the mean of all steps, and each fragment has a separate step"
+        )
+
     @property
     def fragments(self) -> tuple[Fragment, ...]:
         return self.plan.fragments

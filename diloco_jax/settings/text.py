@@ -50,6 +50,9 @@ PLAINER = {
     "a valid dictionary": "a mapping such as {a: 1}",
 }
 
+# Errors of one config that a message shows.
+PROBLEMS_SHOWN = 16
+
 # A message shows a large or deep value in one line.
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 200
@@ -255,26 +258,55 @@ def _as_yaml(word: str, text: str) -> Any:
 
 
 def parse(values: Mapping[str, Any], source: str) -> RunConfig:
-    """Check plain values and build the RunConfig; `source` names their origin in errors."""
+    """Check plain values and build the RunConfig; `source` names their origin in errors.
+
+    Raises:
+        ValueError: the message has all misspelt settings and values of a wrong type. A value that breaks a rule between
+            settings is shown only if there are none, one for each section.
+    """
     values = with_new_names(_without_removed(values, source), source)
-    unknown = _first_unknown_key(RunConfig, values, "")
-    if unknown:
-        raise ValueError(f"{source}: {unknown}")
+    problems: list[str] = []
+    known = _known_keys(RunConfig, values, "", problems)
     try:
-        return _ADAPTER.validate_python(values)
+        config = _ADAPTER.validate_python(known)
     except ValidationError as error:
-        first = error.errors()[0]
-        # Pydantic adds the name of a type where a setting has several types. The user did not write that.
-        where = ".".join(str(part) for part in first["loc"] if part != "int" and not str(part).startswith("dict["))
-        message = first["msg"].removeprefix("Value error, ")
-        # The checks of this package name setting and remedy in their message.
-        if first["type"] == "value_error":
-            raise ValueError(f"{source}: {message}") from error
-        near = _nearest(first["input"], re.findall("'([^']+)'", message))
-        for theirs, ours in PLAINER.items():
-            message = message.replace(theirs, ours)
-        message = re.sub(", (unable|got) .*", "", message) + near
-        raise ValueError(f"{source}: {where} is {_BRIEF.repr(first['input'])}; {message}") from error
+        # Without a misspelt setting, rules may be broken that the file keeps, and what it names may be missing.
+        ignored = ("value_error", "missing") if problems else ()
+        shown: list[str] = []
+        for each in error.errors():
+            where = _where(each["loc"])
+            # A setting of several types has an error for each, and errors of its parts.
+            if each["type"] not in ignored and not any(f"{where}.".startswith(f"{above}.") for above in shown):
+                shown.append(where)
+                problems.append(_problem(where, each))
+        raise _refusal(source, problems) from error
+    if problems:
+        raise _refusal(source, problems)
+    return config
+
+
+def _refusal(source: str, problems: Sequence[str]) -> ValueError:
+    if len(problems) == 1:
+        return ValueError(f"{source}: {problems[0]}")
+    shown = [*problems[:PROBLEMS_SHOWN], *(f"and {n} more" for n in [len(problems) - PROBLEMS_SHOWN] if n > 0)]
+    return ValueError("\n  ".join([f"{source} has {len(problems)} errors:", *shown]))
+
+
+def _where(place: Sequence[int | str]) -> str:
+    # Pydantic adds the name of a type where a setting has several types. The user did not write that.
+    return ".".join(str(part) for part in place if part != "int" and not str(part).startswith("dict["))
+
+
+def _problem(where: str, error: Any) -> str:
+    """Describe an error of pydantic in this project's words."""
+    message = error["msg"].removeprefix("Value error, ")
+    # The checks of this package name setting and remedy in their message.
+    if error["type"] == "value_error":
+        return str(message)
+    near = _nearest(error["input"], re.findall("'([^']+)'", message))
+    for theirs, ours in PLAINER.items():
+        message = message.replace(theirs, ours)
+    return f"{where} is {_BRIEF.repr(error['input'])}; {re.sub(', (unable|got) .*', '', message)}{near}"
 
 
 def parse_text(text: str, source: str) -> RunConfig:
@@ -388,30 +420,36 @@ def _nearest(word: object, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _first_unknown_key(cls: type, values: Mapping[str, Any], prefix: str) -> str:
-    """Describe the first key that no section has, or return an empty string."""
-    hints = typing.get_type_hints(cls)
+def _known_keys(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str]) -> dict[str, Any]:
+    """Return the values of keys that a section has; describe in `problems` every key that no section has."""
+    hints, known = typing.get_type_hints(cls), dict[str, Any]()
     for key, value in values.items():
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1)
             advice = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(hints)}"
-            return f"unknown setting {prefix}{str(key)[:100]} (value {_BRIEF.repr(value)}); {advice}"
+            problems.append(f"unknown setting {prefix}{str(key)[:100]} (value {_BRIEF.repr(value)}); {advice}")
+            continue
         kinds = {hints[key], *typing.get_args(hints[key])}
         # Pydantic would convert true to 1.
         if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
-            return f"{prefix}{key} is {str(value).lower()}; it must be a number"
+            problems.append(f"{prefix}{key} is {str(value).lower()}; it must be a number")
+            continue
         section = section_of(hints[key])
         if section is None or (value is None and type(None) in typing.get_args(hints[key])):
-            continue
-        parts = {key: value}
-        if typing.get_origin(hints[key]) is dict and isinstance(value, Mapping):
-            parts = {f"{key}.{name}": each for name, each in value.items()}
-        for where, part in parts.items():
-            if not isinstance(part, Mapping):
-                return f"{prefix}{where} is {_BRIEF.repr(part)}, but it is a section; write its settings below it"
-            if found := _first_unknown_key(section, part, f"{prefix}{where}."):
-                return found
-    return ""
+            known[key] = value
+        elif typing.get_origin(hints[key]) is dict and isinstance(value, Mapping):
+            parts = {name: _section(section, each, f"{prefix}{key}.{name}", problems) for name, each in value.items()}
+            known[key] = {name: part for name, part in parts.items() if part is not None}
+        elif (part := _section(section, value, f"{prefix}{key}", problems)) is not None:
+            known[key] = part
+    return known
+
+
+def _section(cls: type, part: Any, where: str, problems: list[str]) -> dict[str, Any] | None:
+    if isinstance(part, Mapping):
+        return _known_keys(cls, part, f"{where}.", problems)
+    problems.append(f"{where} is {_BRIEF.repr(part)}, but it is a section; write its settings below it")
+    return None
 
 
 def section_of(hint: Any) -> type | None:

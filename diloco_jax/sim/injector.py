@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from diloco_jax.protocol.messages import STOPPED_OUTSIDE
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.fault import ARMED, ARMED_S, KINDS, SYNCER_KINDS, Fault
 from diloco_jax.sim.learner_driver import LearnerDriver
@@ -79,7 +80,7 @@ class FaultInjector:
         name, learner = node.name, self._learners[node.name]
         match fault.kind:
             case "leave":
-                learner.leave(process, "asked to")
+                learner.leave(process, STOPPED_OUTSIDE)
             case "drain":
                 self._host.drain(name)
             case "crash" | "donor_crash":

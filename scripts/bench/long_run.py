@@ -38,7 +38,7 @@ def records(rounds: int, names: tuple[str, ...]) -> Iterator[Record]:
         if n % 3600 == 0:
             name = names[n // 3600 % len(names)]
             lives[name], since[name] = lives[name] + 1, n
-            for kind, reason in (("left", "no connection"), ("joined", f"incarnation {lives[name]}")):
+            for kind, reason in (("disconnected", "no connection"), ("joined", f"incarnation {lives[name]}")):
                 yield {"kind": kind, **when, "fragment_id": -1, "members": [name], "reason": reason}
             for state in ("begins", "ends"):
                 yield {"kind": "alarm", **when, "alarm": "gone", "state": state, "members": [name], "reason": "gone"}

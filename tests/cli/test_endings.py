@@ -1,15 +1,24 @@
-"""The last line of `diloco train`, and its warning of a batch that cannot fit."""
+"""The last lines of `diloco train` and `diloco syncer`, and the warning of a batch that cannot fit."""
 
+import logging
+import sys
 from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from diloco_jax.cli.train import ending
+from diloco_jax.cli import runs
+from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.runtime.local import check_input
 from diloco_jax.runtime.local.check_input import memory_bytes, oversized
 from diloco_jax.runtime.local.machine import Machine
+from diloco_jax.runtime.records import files
+from diloco_jax.runtime.records.signals import PARENT_ENV
 from diloco_jax.settings.run import ModelConfig, RunConfig, TrainConfig
+from diloco_jax.tools.live.closing import ending, onward
 from diloco_jax.training.optimizers import OptimizerConfig
 
 CONFIG = RunConfig(train=TrainConfig(steps=300))
@@ -83,3 +92,54 @@ def test_a_batch_that_cannot_fit_is_warned_of(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(check_input, "look", lambda environment: Machine(gpus=("0",)))
     assert not oversized(config, 64 << 30), "of their memory nothing is known here"
     assert memory_bytes() > 1 << 28
+
+
+@pytest.mark.parametrize(
+    ("program", "complete", "command"),
+    [
+        ("train", True, "to train longer: diloco train RUN/config.yaml --run-dir RUN --resume --train.steps 600"),
+        (
+            "syncer",
+            True,
+            "to train longer: diloco syncer RUN/config.yaml --run-dir RUN --rewind --train.steps 600"
+            "; give each island the same limits",
+        ),
+        ("train", False, "to continue: diloco train RUN/config.yaml --run-dir RUN --resume"),
+        ("syncer", False, "to continue: diloco syncer RUN/config.yaml --run-dir RUN"),
+    ],
+)
+def test_the_command_that_comes_next(
+    program: str, complete: bool, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.shutil, "which", lambda name: str(Path(sys.executable).with_name(name)))
+    told = SUMMARY | {"complete": complete}
+    assert bool(onward(told, CONFIG, tmp_path, program)) == complete, "no run has begun there"
+    (tmp_path / "tape.jsonl").write_text("[]\n")
+    assert onward(told, CONFIG, tmp_path, program) == command.replace("RUN", str(tmp_path))
+
+
+def test_a_budget_of_tokens_is_doubled_too(tmp_path: Path) -> None:
+    budgeted = replace(CONFIG, train=TrainConfig(steps=300, tokens=1_000_000))
+    assert files.longer_command(tmp_path, budgeted.limits).endswith(" --train.tokens 2000000 --train.steps 600")
+
+
+def test_a_syncer_without_a_supervisor_prints_the_same_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    few = Alarm("few", "", "each of the last 20 rounds merged 1.0 learners on average, of 2.0").as_dict()
+    learners = {"a": {"participation": 1.0}, "b": {"participation": 0.4}}
+    told = SUMMARY | {"complete": True, "evaluated": True, "eval_loss": 2.5, "alarms": [few], "learners": learners}
+    ended = SimpleNamespace(run=lambda: told | {"contributors_per_round": 1.4})
+    monkeypatch.setattr("diloco_jax.runtime.syncer.run.SyncerRun", lambda *_, **__: ended)
+    monkeypatch.setattr("diloco_jax.runtime.model.evaluation.Evaluator", lambda config: None)
+    monkeypatch.setattr(runs, "_begin_process", lambda run_dir: Event())
+    caplog.set_level(logging.INFO)
+    assert runs._sync(CONFIG, tmp_path, rewind=False) == 0
+    last = caplog.messages[-3:]
+    assert last[0].startswith("complete: evaluation loss 2.5000 after 31 global steps and 126,976 tokens in 10 s")
+    assert last[0].endswith("; 1.40 of 2 islands per round")
+    assert last[1].startswith("alarm: each of the last 20 rounds") and "protocol.quorum" in last[1]
+    assert last[2].startswith("to train longer: ") and " --rewind --train.steps 600; give each" in last[2]
+    monkeypatch.setenv(PARENT_ENV, "1")
+    caplog.clear()
+    assert runs._sync(CONFIG, tmp_path, rewind=False) == 0 and "complete" not in caplog.text

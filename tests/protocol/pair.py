@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco_jax.protocol.effects import Adopt, Drop, Effect, Merge, Note, SaveSnapshot, SaveState, Send, Stage, Unstage
 from diloco_jax.protocol.learner.machine import STOPPED, Learner
-from diloco_jax.protocol.messages import SYNCER, FragmentValue, Heartbeat, Message, Refuse
+from diloco_jax.protocol.messages import STOPPED_OUTSIDE, SYNCER, FragmentValue, Heartbeat, Message, Refuse
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import Saved
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -210,7 +210,7 @@ class Pair:
             self._link(name)
         self.deliver()
 
-    def leave(self, *names: str, reason: str = "asked to") -> None:
+    def leave(self, *names: str, reason: str = STOPPED_OUTSIDE) -> None:
         for name in names:
             self._run_learner(name, self.learners[name].leave(reason, self.now_s))
         self.deliver()

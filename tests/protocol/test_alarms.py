@@ -131,8 +131,7 @@ def test_an_alarm_begins_holds_ends_and_comes_again() -> None:
     assert book.look([SILENT], 1.0) == ([SILENT], [])
     later = SILENT._replace(text="a is silent for longer")
     assert book.look([later], 3.0) == ([], []) and book.standing == [later], "its text is the newest"
-    assert book.look([], 2.9 + CALM) == ([], []) and book.standing == [later], "it may come again"
-    assert book.look([], 3.0 + CALM) == ([], [later]) and book.standing == []
+    assert book.look([], 3.5) == ([], [later]) and book.standing == [], "an alarm never outlives its cause"
     (over,) = book.as_dicts()
     assert over["past"] == "a was silent" and (over["from_s"], over["until_s"], over["stands"]) == (1.0, 3.0, False)
     book.look([SILENT], 19.0)
@@ -142,8 +141,8 @@ def test_an_alarm_begins_holds_ends_and_comes_again() -> None:
 
 def test_alarms_outlive_the_syncer_that_told_them() -> None:
     book = AlarmBook()
-    for now_s in (1.0, 3.0, 3.5 + CALM, 20.0, 21.0):
-        book.look([SILENT] if now_s != 3.5 + CALM else [], now_s)
+    for now_s in (1.0, 3.0, 3.5, 20.0, 21.0):
+        book.look([SILENT] if now_s != 3.5 else [], now_s)
     told = json.loads(json.dumps(book.as_dicts()))
     assert [(each["times"], each["lasted_s"]) for each in told] == [(2, 3.0)]
     after = AlarmBook(map(Standing.of, told))
@@ -164,11 +163,20 @@ def test_what_may_be_weather_must_hold_for_a_while() -> None:
 def test_a_link_that_breaks_again_and_again_is_told_of() -> None:
     gone = Alarm("gone", "a", "a is disconnected")
     book = AlarmBook()
-    begun = [book.look([gone] if second % 3 == 0 else [], float(second))[0] for second in range(10)]
-    assert begun == [[]] * 6 + [[gone]] + [[]] * 3, "it was away for 2 s at most, and is told once"
-    for second in range(10, 40):
+    looks = [book.look([gone] if second % 3 == 0 else [], float(second)) for second in range(12)]
+    assert looks[:6] == [([], [])] * 6 and looks[6:8] == [([gone], []), ([], [gone])], "it ends while the link holds"
+    assert looks[8:] == [([], [])] * 4, "at most one alarm every CALM seconds"
+    for second in range(12, 42):
         begun = book.look([gone] if second % 6 == 0 else [], float(second))[0]
         assert not begun, "each return restarts the count"
+
+
+def test_an_alarm_that_comes_and_goes_does_not_fill_the_log() -> None:
+    book = AlarmBook()
+    looks = [book.look([SILENT] if half % 2 else [], half / 2) for half in range(40)]
+    assert sum(len(begun) for begun, _ in looks) == 1
+    begun = [second for second in range(20, 30) if book.look([SILENT], float(second))[0]]
+    assert begun == [20 + CALM] and len(book.as_dicts()) == 1
 
 
 def test_the_book_is_bounded() -> None:

@@ -55,6 +55,21 @@ def test_one_stays_to_evaluate_the_final_model_and_all_others_stop() -> None:
     assert syncer.over and again.on_message(answer, 5.0) == effects
 
 
+def test_a_learner_that_returns_to_a_complete_run_only_gets_stop() -> None:
+    """So it does not compile for a run that has no step left."""
+    syncer, _ = asked("a", "b")
+    syncer.on_message(score("a", 1), 4.0)
+    assert syncer.over
+    syncer.on_message(Leave("b", 1, "run complete"), 4.0)
+    effects = syncer.on_message(hello("b", 2), 5.0)
+    assert sent(effects, "b") == [STOP] and only(effects, Note)[-1].kind == "joined"
+    syncer, _ = asked("a", "b")
+    syncer.on_disconnect("a", 1, "killed", 4.0)
+    syncer.on_disconnect("b", 1, "killed", 4.0)
+    kinds = [type(message) for message in sent(syncer.on_message(hello("b", 2), 5.0), "b")]
+    assert kinds[0] is Welcome and kinds[-1] is Evaluate, "it is to evaluate the final model"
+
+
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [

@@ -1,14 +1,16 @@
 """Steps of a few milliseconds: rounds wait for who is about to report, though the plan leaves no slack for it."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from diloco_jax.protocol.pacing import FIRST_TURN_S, ProtocolConfig, grace_floor_s
+from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.round import Round
 from diloco_jax.protocol.watch.alarms import Alarm, alarms_of
-from diloco_jax.protocol.watch.signs import CROWD_ROUNDS, CROWD_S, Crowd
+from diloco_jax.protocol.watch.signs import CROWD_MISSING, CROWD_SHARE, Crowd
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.network import NetworkOptions
@@ -191,31 +193,53 @@ def test_rounds_that_merge_few_of_the_live_islands_raise_an_alarm() -> None:
     alarm = crowd_of(hasty)[0]
     assert "learners on average, of" in alarm.text, alarm
     assert "protocol.quorum" in alarm.as_dict()["remedy"] and "grace" in alarm.as_dict()["remedy"]
-    assert not crowd_of(replace(hasty, config=replace(hasty.config, sync_every=3, overlap_steps=2)))
+    assert crowd_of(replace(hasty, config=replace(hasty.config, sync_every=3, overlap_steps=2))), "2.9 of 6"
+    assert crowd_of(replace(hasty, total_steps=20)), "a run of ten rounds says it too"
     assert not crowd_of(replace(hasty, config=replace(hasty.config, grace_steps_min=1.0)))
     chosen = replace(hasty.config, grace_steps_max=0.0)
     assert not crowd_of(replace(hasty, config=chosen)), "somebody has turned the grace window off"
     assert not crowd_of(replace(quick(), total_steps=2000))
 
 
-def test_an_island_that_restarts_is_not_missed() -> None:
+def crowd_of_two() -> tuple[Crowd, Syncer]:
     crowd, syncer = Crowd(), new(quorum=1, grace_steps_max=1.0)
     for name in ("a", "b"):
         syncer.on_message(hello(name), 0.0)
     for step, now_s in ((1, 1.0), (2, 2.0)):
         for name in ("a", "b"):
             syncer.on_message(report(name, step)._replace(step_s=1.0), now_s)
-    progress = syncer.progress
+    crowd.look(syncer, ())
+    return crowd, syncer
 
-    def window(now_s: float) -> str:
-        progress.merged_rounds += CROWD_ROUNDS
-        progress.merged_parts += CROWD_ROUNDS
-        crowd.look(syncer, now_s, ())
-        return crowd.trouble
 
-    assert not window(10.0), "the first look begins a window"
-    assert not window(10.0 + CROWD_S), "one window may be weather"
-    told = f"each of the last {CROWD_ROUNDS} rounds merged 1.0 learners on average, of 2.0 that could have been merged"
-    assert window(10.0 + 2 * CROWD_S) == told
+def troubles(crowd: Crowd, syncer: Syncer, merged: Iterable[int]) -> list[str]:
+    """Return what is wrong after each round that merged so many learners."""
+    found = []
+    for parts in merged:
+        syncer.progress.merged_rounds += 1
+        syncer.progress.merged_parts += parts
+        crowd.look(syncer, ())
+        found.append(crowd.trouble)
+    return found
+
+
+def test_a_short_run_says_that_its_rounds_merged_few() -> None:
+    crowd, syncer = crowd_of_two()
+    first = CROWD_MISSING / (CROWD_SHARE - 1 / 2)
+    found = troubles(crowd, syncer, [1] * 16)
+    assert first == pytest.approx(15) and not any(found[:14])
+    assert found[15] == "each of the last 16 rounds merged 1.0 learners on average, of 2.0 that could have been merged"
+    assert all(troubles(crowd, syncer, [2] * 9)) and not troubles(crowd, syncer, [2, 2])[-1], "it ends with its cause"
+    assert not any(troubles(crowd, syncer, [1, 2, 2, 1, 2] * 40)), "1.6 of 2 are usual on a busy machine"
+
+
+def test_a_small_shortage_is_found_too() -> None:
+    assert any(troubles(*crowd_of_two(), [1, 1, 2, 1] * 25)), "1.25 of 2"
+    assert not any(troubles(*crowd_of_two(), [1, 2] * 200)), "1.5 of 2"
+
+
+def test_an_island_that_restarts_is_not_missed() -> None:
+    crowd, syncer = crowd_of_two()
+    assert troubles(crowd, syncer, [1] * 20)[-1]
     syncer.on_disconnect("b", 1, "killed", 21.0)
-    assert not window(10.0 + 3 * CROWD_S)
+    assert not any(troubles(crowd, syncer, [1] * 50)), "of one island that is left, one is merged"

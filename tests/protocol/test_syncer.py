@@ -49,7 +49,7 @@ def test_a_stranger_is_refused_and_not_remembered() -> None:
 def test_a_newer_incarnation_takes_the_place_of_the_older() -> None:
     syncer = running("a", "b")
     effects = syncer.on_message(hello("a", 2, (-1,) * 4), 2.0)
-    assert only(effects, Note)[0] == Note("left", 1, -1, ("a",), "replaced by a newer incarnation")
+    assert only(effects, Note)[0] == Note("disconnected", 1, -1, ("a",), "replaced by a newer incarnation")
     assert syncer.membership.members["a"].restarts == 1
     (drop,) = syncer.on_message(value("a", 1, 1, 1), 2.0)
     assert isinstance(drop, Drop) and "old incarnation" in drop.reason

@@ -24,7 +24,7 @@ def test_a_learner_that_leaves_while_a_round_is_pulled_is_not_waited_for(goes: s
         effects = syncer.on_disconnect("a", 1, "broke", 2.0)
     released = [Note("released", 1, -1, ("a",), f"its {LEASED} leased samples go to others")] if goes == "leave" else []
     assert effects == [
-        Note("left", 1, -1, ("a",), "broke"),
+        Note("disconnected", 1, -1, ("a",), "broke"),
         Merge(1, 1, (Contribution("b", 1, 1, 10, 0, 1),)),
         *released,
     ]

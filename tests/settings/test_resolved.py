@@ -50,6 +50,15 @@ def test_one_period_cuts_as_ever() -> None:
     assert resolved(later).plan == plan
     same = replace(config, protocol=replace(config.protocol, sync_every={"mlp": 12, "rest": 12}))
     assert resolved(same).plan == plan
+    assert not run.fewer_fragments(12)
+
+
+def test_fewer_fragments_than_asked_are_told() -> None:
+    config = config_of(sync_every={"mlp": 4, "rest": 24}, num_fragments=24)
+    run = resolved(config)
+    made = sum(run.plan.counts)
+    assert made < 24 and run.config.protocol.num_fragments == made
+    assert run.fewer_fragments(24).startswith(f"{made} fragments, fewer than protocol.num_fragments = 24: with periods")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from diloco_jax.settings.run import ModelConfig, RunConfig, TrainConfig
 from diloco_jax.settings.schema import config_schema, describe_settings, setting_names
 from diloco_jax.settings.slices import GENERATIONS, Topology
 from diloco_jax.settings.text import (
+    PROBLEMS_SHOWN,
     WRITTEN_BY,
     as_begun,
     dump,
@@ -345,3 +346,36 @@ def test_a_list_on_the_command_line(words: list[str]) -> None:
             load(path, ["--data.patterns", *words])
         return
     assert load(path, ["--data.patterns", *words]).data.patterns == expected[last]
+
+
+def test_all_misspelt_settings_and_wrong_types_are_told_at_once() -> None:
+    wrong = {
+        "train": {"stesp": 5, "batch_sise": 30, "seq_len": "long", "eval_every": True},
+        "islnads": {"count": 2},
+        "optimizer": 3,
+        "islands": {"each": {"a": {"batch": 1}}},
+    }
+    with pytest.raises(ValueError, match=r"^mine has 7 errors:\n") as refused:
+        parse(wrong, "mine")
+    lines = str(refused.value).splitlines()
+    assert len(lines) == 8 and not [line for line in lines[1:] if not line.startswith("  ")]
+    for part in (
+        "unknown setting train.stesp (value 5); did you mean train.steps?",
+        "did you mean train.batch_size?",
+        "did you mean islands?",
+        "train.eval_every is true; it must be a number",
+        "optimizer is 3, but it is a section",
+        "unknown setting islands.each.a.batch",
+        "train.seq_len is 'long'; it must be a valid integer",
+    ):
+        assert part in str(refused.value)
+    with pytest.raises(ValueError, match=r"and 4 more$"):
+        parse({f"odd{n}": n for n in range(PROBLEMS_SHOWN + 4)}, "mine")
+
+
+def test_a_misspelt_setting_does_not_let_its_default_break_a_rule() -> None:
+    """The batch of the file would fit three islands."""
+    with pytest.raises(ValueError, match=r"^mine: unknown setting train\.batch_sise \(value 30\)[^\n]*$"):
+        parse({"islands": {"count": 3}, "train": {"batch_sise": 30}}, "mine")
+    with pytest.raises(ValueError, match="cannot share equally"):
+        parse({"islands": {"count": 3}, "train": {"batch_size": 32}}, "mine")

@@ -90,7 +90,7 @@ def test_leave_and_late_join() -> None:
     assert steps.mergers(22.0, 30.0) == {"island-1"}
     assert steps.mergers(32.0, 99.0) == {"island-1", "island-2"}
     left = [note for _, note in steps.notes if note.kind == "left" and note.members == ("island-0",)]
-    assert [note.reason for note in left] == ["asked to"]
+    assert [note.reason for note in left] == ["stopped from outside"]
 
 
 @pytest.mark.parametrize("kind", ["disconnect", "partition", "pause"])

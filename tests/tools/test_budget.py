@@ -98,6 +98,8 @@ def test_all_tools_say_the_same(path: Path, tmp_path: Path, monkeypatch: pytest.
             assert found["wire"] == launch["link"]
             assert rates == pytest.approx([8e-9 * max(link.values()) / seconds for seconds in found["step_s"]])
             assert f"{size(found['host_bytes'])} of {size(found['host_limit_bytes'])} on each host" in text
+            chip = f"{size(each['hbm_held_bytes'])} of {size(each['hbm_limit_bytes'])} on each chip"
+            assert f"{chip}, without activations" in text
         _launched(config, launch)
 
 

@@ -111,14 +111,17 @@ class Evaluations:
             self.effects.append(Send(learner_id, Stop(self.progress.global_step, RUN_COMPLETE)))
 
     def on_hello(self, member: Member, now_s: float) -> None:
-        """Answer a learner that greets after the last round: it may be the one that evaluates."""
+        """Ask a learner that greets after the last round to evaluate the final model, because it `needs` this one."""
         name = member.learner_id
-        if self.open and name == self.asked:
+        if name == self.asked:
             self._request(name)
-        elif not self.open or self.asked or not member.evaluates or self.attempts >= ATTEMPTS_MAX:
-            self.stop(name)
         else:
             self._ask_one(name, now_s)
+
+    def needs(self, member: Member) -> bool:
+        """Return whether a learner that greets after the last round is to evaluate the final model."""
+        free = not self.asked and member.evaluates and self.attempts < ATTEMPTS_MAX
+        return self.open and (free or member.learner_id == self.asked)
 
     def on_score(self, score: Score, now_s: float) -> None:
         """Take a learner's answer."""

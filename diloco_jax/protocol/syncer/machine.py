@@ -138,10 +138,14 @@ class Syncer:
         elif member.state == SILENT:
             self.roster.heard(member, now_s)
             self.rounds.count(member)
+        restoring = self.comeback.restoring
+        if progress.finished and restoring is None and not self.evaluations.needs(member):
+            # A learner that gets no Welcome neither compiles nor loads anything.
+            self.evaluations.stop(member.learner_id)
+            return
         now = (progress.global_step, tuple(self.versions), progress.epoch, progress.schedule_lead)
         self._effects.append(Send(member.learner_id, messages.Welcome(*now, self.run)))
         self.roster.supply(member, message)
-        restoring = self.comeback.restoring
         # The newest version of a wanted fragment is not known yet.
         wanted = restoring.wanted if restoring is not None else ()
         missing = [p for p in self.downstream.missing(message) if p not in wanted]

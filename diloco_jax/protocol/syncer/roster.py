@@ -6,7 +6,7 @@ from diloco_jax.protocol.effects import Effects, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
 from diloco_jax.protocol.membership import Membership
-from diloco_jax.protocol.messages import Expel, Hello, Lease, StepReport
+from diloco_jax.protocol.messages import ON_PURPOSE, Expel, Hello, Lease, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.recovery import Matchmaker
 from diloco_jax.protocol.syncer.book import RoundBook
@@ -106,7 +106,8 @@ class Roster:
         """Take a member out of everything that waits for it."""
         name = member.learner_id
         self.membership.set_state(member, state, now_s)
-        self._note("silent" if state == SILENT else "left", member, reason)
+        left = "left" if reason in ON_PURPOSE else "disconnected"
+        self._note("silent" if state == SILENT else left, member, reason)
         if state == DISCONNECTED:
             self.matches.on_lost(name, f"it is disconnected: {reason}")
         self.comeback.on_lost(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diloco_jax.protocol.watch.health import conditions
@@ -68,12 +69,12 @@ PAST = {
     "clock": "the clock of {who} was wrong",
     "evaluation": "an evaluation failed",
 }
-# An alarm is over after so many seconds without it.
+# An alarm is raised again after so many seconds without its cause, or with it, so that logs stay short.
 CALM = 5.0
-# For these kinds, gaps shorter than CALM count as part of the alarm, because a link may break again and again.
+# Before alarms of these kinds, gaps shorter than CALM count as part of the trouble: a link may break again and again.
 FLAPPING = ("gone",)
 # By kind: seconds before an alarm is raised. A shorter trouble is harmless, or belongs to a restart of the syncer.
-HOLDS = {"gone": 5.0, "slow": 10.0, "starved": 10.0, "link": 3.0}
+HOLDS = {"gone": 5.0, "slow": 10.0, "starved": 10.0, "link": 3.0, "few": 5.0}
 
 
 class Alarm(NamedTuple):
@@ -117,7 +118,7 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
         if way := stats.links.trouble(syncer, name, median_s):
             text = f"a fragment takes {way.took_s:.1f} s to and from {name}; {way.allowed_s:.1f} s are hidden by steps"
             found.append(Alarm("link", name, text))
-    stats.crowd.look(syncer, now_s, {alarm.who for alarm in found})
+    stats.crowd.look(syncer, {alarm.who for alarm in found})
     if stats.crowd.trouble:
         found.append(Alarm("few", "", stats.crowd.trouble))
     return found
@@ -165,46 +166,49 @@ class Standing:
 class AlarmBook:
     """The alarms of a run: those that stand now, and those that are over.
 
-    An alarm stands once every look has found it for HOLDS seconds, until no look has found it for CALM seconds.
+    An alarm stands once every look has found it for HOLDS seconds. It ends at the first look that does not find it.
 
     Args:
         earlier: the alarms of the syncer's earlier lives.
     """
 
     def __init__(self, earlier: Iterable[Standing] = ()) -> None:
-        # Kind and island -> the first look that found the trouble, without a gap since, and the newest such look.
-        self._found_s: dict[tuple[str, str], float] = {}
+        # Kind and island -> the first look that found the trouble, without a gap since, and when its alarm is due.
+        self._found_s: dict[tuple[str, str], tuple[float, float]] = {}
+        # Kind and island -> the newest look that found the trouble.
         self._last_s: dict[tuple[str, str], float] = {}
         known = [each for each in earlier if each.alarm.kind in REMEDIES]
         self._episodes = {(each.alarm.kind, each.alarm.who): each for each in known[:KEPT_MAX]}
 
-    def look(self, found: Iterable[Alarm], now_s: float, calm: float = CALM) -> tuple[list[Alarm], list[Alarm]]:
+    def look(self, found: Iterable[Alarm], now_s: float) -> tuple[list[Alarm], list[Alarm]]:
         """Record what is wrong at this moment; return the alarms that start and those that end."""
         newest = {(alarm.kind, alarm.who): alarm for alarm in found}
+        over = [key for key, episode in self._episodes.items() if episode.stands and key not in newest]
         for key in self._found_s.keys() - newest.keys():
-            if key[0] not in FLAPPING or now_s - self._last_s[key] >= CALM:
-                del self._found_s[key], self._last_s[key]
+            if key in over or key[0] not in FLAPPING or now_s - self._last_s[key] >= CALM:
+                del self._found_s[key]
         for key in newest:
-            self._found_s.setdefault(key, now_s)
+            if key not in self._found_s:
+                again = key in self._episodes and now_s - self._last_s.get(key, -inf) < CALM
+                hold_s = HOLDS.get(key[0], 0.0)
+                self._found_s[key] = now_s, now_s + (max(hold_s, CALM) if again else hold_s)
             self._last_s[key] = now_s
-        begun, ended = [], []
+        for key in over:
+            self._episodes[key].stands = False
+        begun = []
         for key, alarm in newest.items():
             episode = self._episodes.get(key)
             if episode is not None and episode.stands:
                 episode.alarm, episode.until_s = alarm, now_s
-            elif now_s - self._found_s[key] >= HOLDS.get(alarm.kind, 0.0):
+            elif now_s >= self._found_s[key][1]:
                 if episode is None and len(self._episodes) >= KEPT_MAX:
                     continue
                 times = 1 if episode is None else episode.times + 1
                 before_s = 0.0 if episode is None else episode.as_dict()["lasted_s"]
-                from_s = self._found_s[key]
+                from_s = self._found_s[key][0]
                 self._episodes[key] = Standing(alarm, from_s, now_s, stands=True, times=times, before_s=before_s)
                 begun.append(alarm)
-        for key, episode in self._episodes.items():
-            if episode.stands and key not in newest and now_s - episode.until_s >= calm:
-                episode.stands = False
-                ended.append(episode.alarm)
-        return begun, ended
+        return begun, [self._episodes[key].alarm for key in over]
 
     @property
     def standing(self) -> list[Alarm]:

@@ -34,12 +34,11 @@ SECONDS_MIN = 3.0
 FACTOR = 2.0
 # Episodes that are kept apart; later ones count as part of the last.
 EPISODES_MAX = 8
-# A window of `Crowd` ends after at least so many rounds and so many seconds.
-CROWD_ROUNDS, CROWD_S = 48, 5.0
-# Windows in a row with few learners before the alarm is raised.
-CROWD_WINDOWS = 2
-# A window has few learners if less than this share of those that could have been merged was merged.
+# A round merged few learners if it merged less than this share of those that it could have merged.
 CROWD_SHARE = 0.7
+# The alarm is raised when the shares that rounds lack of CROWD_SHARE have this sum. Shares above it are subtracted.
+# Fifteen rounds in a row with one of two learners raise it, or six rounds with one of six.
+CROWD_MISSING = 3.0
 WAY_DECAY = 0.8
 # A fragment may be in transit for so many times the overlap. The second time, in seconds, is never too long.
 WAY_FACTOR, WAY_LEAST_S = 2.0, 1.0
@@ -132,37 +131,51 @@ class Links:
 
 
 class Crowd:
-    """Compares the merged learners with the live learners that could have been merged, in windows of rounds.
+    """Compares the merged learners with the live learners that could have been merged, over as many rounds as it takes.
 
-    A learner with long steps counts as the share of rounds that it can reach. Of all looks in a window the lowest
-    number counts. So a learner that starts, restarts, evaluates or has its own alarm does not count as missing.
+    Each round adds the share that it lacks of CROWD_SHARE to a sum, or subtracts the share above it; the sum is never
+    negative. So a large shortage is found in a few rounds, and a small one in many. A learner with long steps counts as
+    the share of rounds that it can reach. Of all looks since the last merge the lowest number counts. So a learner that
+    starts, restarts, evaluates or has its own alarm does not count as missing.
     """
 
     def __init__(self) -> None:
         self.trouble = ""
-        # Start of the window: time, merged rounds, and values in those rounds.
-        self._begin: tuple[float, int, int] | None = None
-        # Lowest number of learners that could have been in each round of the window.
+        # Merged rounds, and values in those rounds, at the last look with a new round.
+        self._seen: tuple[int, int] | None = None
+        # Lowest number of learners that could have been in each round since.
         self._least = inf
-        # Windows in a row with few learners.
-        self._few = 0
+        # The sum, at most CROWD_MISSING, and its rounds, their values, and the values that they could have had.
+        self._missing, self._rounds, self._parts, self._could = 0.0, 0, 0, 0.0
 
-    def look(self, syncer: Syncer, now_s: float, troubled: Collection[str]) -> None:
+    def look(self, syncer: Syncer, troubled: Collection[str]) -> None:
         """Look at the merges so far; `troubled` names learners that have their own alarm."""
-        progress, expected = syncer.progress, self._expected(syncer, troubled)
-        counts = progress.merged_rounds, progress.merged_parts
-        # The first look, or the first one after the run went back to a snapshot.
-        if self._begin is None or counts[0] < self._begin[1]:
-            self._begin, self._least = (now_s, *counts), expected
-        began_s, *before = self._begin
+        expected, (seen_rounds, seen_parts) = self._expected(syncer, troubled), self._seen or (inf, 0)
+        merged_rounds, merged_parts = syncer.progress.merged_rounds, syncer.progress.merged_parts
+        rounds, parts = merged_rounds - seen_rounds, merged_parts - seen_parts
         self._least = min(self._least, expected)
-        rounds, parts = counts[0] - before[0], counts[1] - before[1]
-        if rounds < CROWD_ROUNDS or now_s - began_s < CROWD_S:
+        if not rounds:
             return
-        self._few = self._few + 1 if parts < CROWD_SHARE * self._least * rounds else 0
-        numbers = f"{parts / rounds:.1f} learners on average, of {self._least:.1f} that could have been merged"
-        self.trouble = f"each of the last {rounds} rounds merged {numbers}" if self._few >= CROWD_WINDOWS else ""
-        self._begin, self._least = (now_s, *counts), expected
+        # A round never merges fewer than one. At the first look and after a rewind the number of rounds has fallen.
+        if rounds > 0 and self._least > 1:
+            self._count(int(rounds), parts)
+        else:
+            self._missing = 0.0
+        if not self._missing:
+            self._rounds, self._parts, self._could = 0, 0, 0.0
+            self.trouble = ""
+        elif self.trouble or self._missing == CROWD_MISSING:
+            merged, could = self._parts / self._rounds, self._could / self._rounds
+            numbers = f"{merged:.1f} learners on average, of {could:.1f} that could have been merged"
+            self.trouble = f"each of the last {self._rounds} rounds merged {numbers}"
+        self._seen, self._least = (merged_rounds, merged_parts), expected
+
+    def _count(self, rounds: int, parts: int) -> None:
+        missing = self._missing + CROWD_SHARE * rounds - parts / self._least
+        self._missing = min(CROWD_MISSING, max(0.0, missing))
+        self._rounds += rounds
+        self._parts += parts
+        self._could += rounds * self._least
 
     def _expected(self, syncer: Syncer, troubled: Collection[str]) -> float:
         members, median_s = syncer.membership.members, syncer.membership.median_step_s()

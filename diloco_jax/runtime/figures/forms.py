@@ -51,7 +51,7 @@ class Form(NamedTuple):
         return NO_VALUE if value is None else self.write(value)
 
 
-PLAIN = Form("plain", str)
+PLAIN = Form("plain", "{:,}".format)
 COUNT = Form("count", format_count)
 BYTES = Form("bytes", format_bytes)
 DURATION = Form("duration", format_duration)
@@ -63,4 +63,4 @@ LOSS = Form("loss", "{:.4f}".format)
 STEP_LOSS = Form("step loss", "{:.3f}".format)
 DIGITS = Form("digits", "{:.3g}".format)
 # The number of a round; 0 if there was none.
-ROUND = Form("round", lambda number: str(number) if number else NO_VALUE)
+ROUND = Form("round", lambda number: f"{number:,}" if number else NO_VALUE)

@@ -346,10 +346,10 @@ ISLAND_FIGURES: tuple[Figure[IslandFacts], ...] = (
     ),
     Figure(
         "staleness",
-        "global steps behind",
+        "global steps behind the syncer",
         PLAIN,
         lambda island: island.staleness,
-        column="global\nsteps behind",
+        column="steps behind\nthe syncer",
         wide=True,
         series=Series(
             "diloco_island_staleness_rounds", "gauge", "rounds", "rounds closed since the newest that it had heard of"
@@ -417,6 +417,8 @@ ISLAND_FIGURES: tuple[Figure[IslandFacts], ...] = (
         "device memory",
         BYTES,
         lambda island: island.measured("device_bytes"),
+        column="device\nmemory",
+        wide=True,
         series=Series("diloco_island_device_memory_bytes", "gauge", "bytes", "memory in use on its fullest device"),
     ),
     Figure(
@@ -424,6 +426,8 @@ ISLAND_FIGURES: tuple[Figure[IslandFacts], ...] = (
         "host memory",
         BYTES,
         lambda island: island.measured("host_bytes"),
+        column="host\nmemory",
+        wide=True,
         series=Series(
             "diloco_island_host_memory_bytes", "gauge", "bytes", "memory of its process; of several, the leader's"
         ),

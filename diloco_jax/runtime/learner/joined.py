@@ -186,7 +186,9 @@ class Joined:
         return self._decisions.finished
 
     def begin(self) -> bool:
-        """Compile, open the link to the syncer and keep it from now on; then wait until a step can start (`ready`).
+        """Open the link to the syncer and keep it from now on, compile, then wait until a step can start (`ready`).
+
+        Nothing is compiled before the syncer's answer, because the run may be complete.
 
         Raises:
             TransportError: The syncer, or a host of the island, cannot be reached.
@@ -194,8 +196,6 @@ class Joined:
                 newer.
             RefusedForGood: The syncer refuses this process's run, token or certificate.
         """
-        # Not a daemon: an interpreter that ends while XLA compiles aborts, and the reason of the end is lost.
-        start_thread(self._compile, "compile", daemon=False)
         try:
             self._link.connect()
         # Another attempt would fail like this one.
@@ -203,6 +203,15 @@ class Joined:
             raise (RefusedForGood if is_final(str(error)) else ConnectionAbortedError)(str(error)) from None
         start_thread(self._link.run, "link", daemon=True)
         start_thread(self._link.beat, "heartbeat", daemon=True)
+        while not self._over() and not self.machine.epoch:
+            self._signals.woken.clear()
+            self.inbox.drain()
+            if not self._over() and not self.machine.epoch:
+                self._idle()
+        if self._over():
+            return False
+        # Not a daemon: an interpreter that ends while XLA compiles aborts, and the reason of the end is lost.
+        start_thread(self._compile, "compile", daemon=False)
         log.info(f"{self.machine.learner_id}: waiting for the run's model and for the compiler")
         going = self.ready()
         self._disregard_other_run()

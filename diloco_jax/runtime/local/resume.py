@@ -19,6 +19,7 @@ from diloco_jax.runtime.records.files import (
     TAPE_FILE,
     check_history,
     has_begun,
+    longer_command,
     resume_command,
 )
 from diloco_jax.runtime.records.tape_file import LineFile, last_time_s, read_lines
@@ -86,12 +87,9 @@ def check_resumable(run_dir: Path, config: RunConfig) -> None:
         # The run was killed, perhaps while it wrote the summary.
         return
     if summary.get("complete") and not _allows_more(config.limits, summary):
-        limits = config.limits
-        longer = f" --train.tokens {2 * limits.tokens}" if limits.tokens else ""
-        longer += f" --train.steps {2 * limits.steps}" if limits.steps else ""
         raise ValueError(
             f"{run_dir} holds a run that is complete, after {summary.get('global_steps')} global steps; train it "
-            f"longer ({resume_command(run_dir)}{longer}), or leave out "
+            f"longer ({longer_command(run_dir, config.limits)}), or leave out "
             "--resume and name another folder with --run-dir to start a new one"
         )
 

@@ -15,27 +15,14 @@ from diloco_jax.runtime.learner.preemption import check_source, watch
 from diloco_jax.runtime.own_loop.data_shard import find_place
 from diloco_jax.runtime.own_loop.introduce import introduce
 from diloco_jax.runtime.own_loop.loaders import loader_of
-from diloco_jax.runtime.own_loop.stepping import SteppedIsland, log
+from diloco_jax.runtime.own_loop.stepping import RunComplete, SteppedIsland, log
 from diloco_jax.runtime.own_loop.surroundings import Surroundings, look, unless_typed
 from diloco_jax.runtime.own_loop.trees import LoopArrays
-from diloco_jax.runtime.records.files import SUMMARY_FILE
 from diloco_jax.runtime.records.log_lines import show_lines
 from diloco_jax.runtime.records.signals import die_with_parent, end_refused
 from diloco_jax.runtime.records.status import is_over
 from diloco_jax.transport.endpoints.reach import await_listener
 from diloco_jax.transport.link import TransportConfig, TransportError
-
-
-class RunComplete(SystemExit):
-    """Raised by `join` and `attach` if the run is complete; if nothing catches it, the process ends with status 0."""
-
-    def __init__(self, name: str, run_dir: Path) -> None:
-        super().__init__(0)
-        self.text = f"the run is complete, so {name} has nothing to do; {run_dir / SUMMARY_FILE} has its result"
-        log.warning(self.text)
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class LoopOptions(TypedDict):

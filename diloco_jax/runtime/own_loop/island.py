@@ -102,6 +102,7 @@ class OwnIsland:
         Raises:
             ValueError: The syncer refuses this island.
             ConnectionError: The syncer cannot be reached.
+            RunComplete: The run is complete.
         """
         if self._handed:
             raise ValueError("call state() once, before the first step; after_step() returns the later parameters")

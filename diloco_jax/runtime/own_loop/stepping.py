@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +21,7 @@ from jaxtyping import Int64
 
 from diloco_jax.core.fragments import put
 from diloco_jax.protocol.leases import Batch
-from diloco_jax.protocol.messages import STOPPED_OUTSIDE
+from diloco_jax.protocol.messages import RUN_COMPLETE, STOPPED_OUTSIDE
 from diloco_jax.runtime.island.evaluation import OwnEvaluation
 from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Ranges
@@ -33,6 +34,7 @@ from diloco_jax.runtime.own_loop.data_shard import DataShard
 from diloco_jax.runtime.own_loop.lagging import LaggingMetrics
 from diloco_jax.runtime.own_loop.loaders import Batches
 from diloco_jax.runtime.own_loop.trees import LoopArrays
+from diloco_jax.runtime.records.files import nothing_to_do
 from diloco_jax.runtime.records.signals import WRONG_INPUT, RefusedForGood, end_now, stop_on_sigterm
 from diloco_jax.training.island_state import IslandState
 
@@ -51,6 +53,18 @@ STOPS = (KeyboardInterrupt, SystemExit)
 REASON_MAX = 100  # letters
 
 log = logging.getLogger(__name__)
+
+
+class RunComplete(SystemExit):
+    """Raised if an island joins a complete run; if nothing catches it, the process ends with status 0."""
+
+    def __init__(self, name: str, run_dir: Path) -> None:
+        super().__init__(0)
+        self.text = nothing_to_do(name, run_dir)
+        log.warning(self.text)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class SteppedIsland:
@@ -85,7 +99,7 @@ class SteppedIsland:
         self.global_step = self.local_step = 0
         self.going: bool | None = None
         self.place, self.loader = place, loader
-        self._pulse = joining.pulse
+        self._pulse, self._run_dir = joining.pulse, joining.run_dir
         self._arrays = arrays
         self._stop = stop
         self._leased = data == "leased"
@@ -128,6 +142,7 @@ class SteppedIsland:
             RefusedForGood: The syncer refuses this island.
             ValueError: The island has left its run.
             ConnectionError: The syncer cannot be reached.
+            RunComplete: The run is complete; an island of several processes just has no next step.
         """
         if self.going is not None:
             return
@@ -138,6 +153,9 @@ class SteppedIsland:
             if isinstance(side, Joined):
                 going = side.begin()
                 side.check_end()
+                if side.finished == RUN_COMPLETE and not self._several:
+                    self.leave()
+                    raise RunComplete(self.name, self._run_dir)
                 if going and self.loader is not None:
                     side.resume_loader()
                 self._next(side, going)
@@ -266,7 +284,7 @@ class SteppedIsland:
             traceback.print_exception(kind, error, where)
             die(f"host {jax.process_index()} failed")
         try:
-            self.leave(STOPPED_OUTSIDE if kind in STOPS else f"its loop failed: {kind.__name__}"[:REASON_MAX])
+            self.leave(STOPPED_OUTSIDE if issubclass(kind, STOPS) else f"its loop failed: {kind.__name__}"[:REASON_MAX])
         # The user needs to see the loop's own error, so this one is only logged.
         except Exception as other:
             # A refusal is both.

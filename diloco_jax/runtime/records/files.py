@@ -11,6 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from diloco_jax.protocol.syncer.progress import Limits
 from diloco_jax.runtime.records.segments import closed_segments
 from diloco_jax.runtime.records.tape_file import last_line
 
@@ -71,6 +72,26 @@ def _short(path: Path) -> str:
 def resume_command(run_dir: Path) -> str:
     """Return the shell command that resumes a run on this machine."""
     return command("train", run_dir / CONFIG_FILE, "--run-dir", run_dir, "--resume")
+
+
+def longer_command(run_dir: Path, limits: Limits, program: str = "train") -> str:
+    """Return the shell command that trains a complete run for twice as long.
+
+    Args:
+        program: the command of `diloco` that runs the syncer, `train` or `syncer`.
+    """
+    more = ["--train.tokens", 2 * limits.tokens] if limits.tokens else []
+    more += ["--train.steps", 2 * limits.steps] if limits.steps else []
+    resumes = "--resume" if program == "train" else "--rewind"
+    return command(program, run_dir / CONFIG_FILE, "--run-dir", run_dir, resumes, *more)
+
+
+def nothing_to_do(name: str, run_dir: Path) -> str:
+    """Return the text for an island of a complete run, whose syncer may be on another machine."""
+    result = f"; {run_dir / SUMMARY_FILE} has its result" if (run_dir / SUMMARY_FILE).exists() else ""
+    longer = "to train longer, start its syncer again with --train.steps MORE"
+    longer += " (diloco train --resume, or diloco syncer --rewind)"
+    return f"the run is complete, so {name} has nothing to do{result}; {longer}"
 
 
 def new_run_dir(runs_dir: Path, name: str) -> Path:

@@ -35,7 +35,7 @@ from diloco_jax.runtime.model.global_model import Merged, make_model
 from diloco_jax.runtime.model.layout_text import layout_of
 from diloco_jax.runtime.model.offered import OfferedModel, describe_run
 from diloco_jax.runtime.records.earlier import NOTHING_EARLIER, read_earlier
-from diloco_jax.runtime.records.files import ISLANDS_FILE, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import ISLANDS_FILE, SUMMARY_FILE, TAPE_FILE, longer_command
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import ended_at_once
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
@@ -142,9 +142,9 @@ class SyncerDriver:
         late = bool(late_s) and self._machine.over and (lingers or bool(self._adrift))
         if late:
             names = ", ".join(sorted(self._adrift)[:8]) or "islands"
-            log.info(
-                f"the run is complete; waiting up to {late_s:g} s for {names} to return and learn it (Ctrl-C ends)"
-            )
+            told = f"waiting up to {late_s:g} s for {names} to return and learn it (Ctrl-C ends)"
+            longer = longer_command(self.context.run_dir, self.context.config.limits, "syncer")
+            log.info(f"the run is complete; {told}" + f"; to train longer: {longer}" * lingers)
             lately_s = -inf
         ends_s = self._now_s() + (late_s if late else FAREWELL_S)
         subscribers_until_s = self._now_s() + SUBSCRIBERS_S if self._machine.finished else 0.0
@@ -333,6 +333,8 @@ class SyncerRun:
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
         self._pulse.phase("compiling or loading the merge (up to a minute at the first start after an installation)")
         resolved = resolve(config, model.shapes, model.kinds)
+        if fewer := resolved.fewer_fragments(config.protocol.num_fragments):
+            log.info(fewer)
         self._config = config = resolved.config
         self._run_dir = run_dir
         self._stop = stop

@@ -10,7 +10,6 @@ from math import isfinite
 from typing import Any
 
 from diloco_jax.protocol.effects import Note
-from diloco_jax.protocol.member import ACTIVE, JOINING
 from diloco_jax.protocol.messages import (
     DRAINED,
     OWN_MACHINE,
@@ -21,7 +20,7 @@ from diloco_jax.protocol.messages import (
     Score,
     StepReport,
 )
-from diloco_jax.protocol.watch.alarms import CALM, Alarm, AlarmBook, alarms_of, starving
+from diloco_jax.protocol.watch.alarms import Alarm, AlarmBook, alarms_of, starving
 from diloco_jax.protocol.watch.terms import WAITING
 from diloco_jax.protocol.watch.time_left import TimeLeft
 from diloco_jax.runtime.figures import table
@@ -169,7 +168,7 @@ class Watch:
         record = {"kind": note.kind, "t": now_s, "global_step": note.global_step}
         record |= {"fragment_id": note.fragment_id, "members": list(note.members), "reason": note.reason}
         self._telemetry.write(record)
-        if note.kind in ("joined", "left"):
+        if note.kind in ("joined", "left", "disconnected"):
             # Its next process tells its own number.
             for name in note.members:
                 self._processes.pop(name, None)
@@ -214,7 +213,7 @@ class Watch:
         found += [Alarm("evaluation", "", text) for text in self.eval_alarms]
         if self.eval_loss is not None and not isfinite(self.eval_loss):
             found.append(Alarm("loss", "", f"the loss of the newest evaluation is {self.eval_loss}"))
-        changes = self._book.look(found, now_s, 0.0 if machine.finished else CALM)
+        changes = self._book.look(found, now_s)
         for stands, alarms in zip(("begins", "ends"), changes, strict=True):
             for alarm in alarms:
                 if stands == "begins":
@@ -230,10 +229,6 @@ class Watch:
         """Return an alarm; its remedy is what the supervisor does about an island whose process has ended."""
         told, member = alarm.as_dict(), self.context.machine.membership.members.get(alarm.who)
         if alarm.kind == "gone" and member is not None:
-            if member.state in (JOINING, ACTIVE):
-                told["text"] = f"{alarm.past}, and is connected again"
-                told["remedy"] = f"nothing to do: this alarm ends if it stays connected for {CALM:g} s"
-                return told
             restart = read_restart(self.context.run_dir, alarm.who, now_s - member.since_s)
             told["remedy"] = restart or told["remedy"]
         return told

@@ -288,7 +288,7 @@ class OwedAreAskedLess(Checker):
         if isinstance(given, FragmentValue | StepReport):
             self._count(given.learner_id)
         for effect in effects:
-            if isinstance(effect, Note) and effect.kind in ("left", "silent", "joined"):
+            if isinstance(effect, Note) and effect.kind in ("left", "disconnected", "silent", "joined"):
                 # Nobody waits for this learner any more, and a new incarnation owes nothing.
                 self._waiting.pop(effect.members[0], None)
                 if effect.kind == "joined":
@@ -359,7 +359,7 @@ class QuarantineHolds(Checker):
         if ending is not None:
             self._end_round(ending, effects)
         for effect in effects:
-            if isinstance(effect, Note) and effect.kind == "left":
+            if isinstance(effect, Note) and effect.kind in ("left", "disconnected"):
                 self._connected.pop(effect.members[0], None)
             elif isinstance(effect, Send) and isinstance(effect.message, Welcome) and sender is not None:
                 self._connected[effect.peer] = sender[1]

@@ -18,7 +18,7 @@ from diloco_jax.tools.chaos.schedule import KINDS, ChaosFault
 SETTLE_S = 1.0
 # The run may notice these faults only after the lease, because a stream may just stand still.
 NOTICED_LATE = {"corrupt", "duplicate", "black-hole"}
-DISRUPTIONS = {"left", "silent", "strike", "expelled"}
+DISRUPTIONS = {"left", "disconnected", "silent", "strike", "expelled"}
 # The time span for measuring the pace of the run.
 RATE_SPAN_S = 5.0
 

@@ -117,8 +117,8 @@ def describe_needs(config: RunConfig, needs: Needs) -> Iterator[str]:
             f" of {size(limit)}" if (limit := each[f"{where}_limit_bytes"]) else "" for where in ("host", "hbm")
         )
         yield (
-            f"{whose}: {size(_on_host(each))}{of_host} on each host, {size(each['hbm_held_bytes'])} and activations"
-            f"{of_hbm} on each chip"
+            f"{whose}: {size(_on_host(each))}{of_host} on each host, "
+            f"{size(each['hbm_held_bytes'])}{of_hbm} on each chip, without activations"
         )
         yield from _too_small("host_disk_gb", cloud.host_disk_gb, each["disk_bytes"])
     yield (

@@ -10,7 +10,7 @@ from diloco_jax.runtime.figures.facts import RunFacts
 from diloco_jax.runtime.figures.forms import format_duration
 from diloco_jax.runtime.records.liveness import ENDED, StartPhase, repeats
 from diloco_jax.runtime.records.status import EVALUATING
-from diloco_jax.tools.live.words import alarm_line, ended_line, share_done, stands, time_left
+from diloco_jax.tools.live.words import alarm_line, ended_line, percent_done, share_done, stands, steps_done, time_left
 
 # Least time between two lines.
 LINE_EVERY_S = 1.0
@@ -151,7 +151,7 @@ def _progress(status: Mapping[str, Any]) -> str:
     active = sum(row["state"] == "active" for row in status["learners"])
     over = status["state"] in (*ENDED, EVALUATING)
     parts = [
-        f"{share_done(status):.0%}, step {status['global_step']} of {status['total_steps']}",
+        f"{percent_done(status)}, {steps_done(status)}",
         "" if over else f"{active} of {len(status['learners'])} islands active",
         *table.texts(table.RUN_FIGURES, RunFacts.of(status), lambda figure: figure.change, over=over),
         time_left(status),

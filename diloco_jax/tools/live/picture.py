@@ -16,10 +16,19 @@ from rich.text import Text
 from diloco_jax.protocol.watch.terms import shown
 from diloco_jax.runtime.figures import table as figures
 from diloco_jax.runtime.figures.facts import IslandFacts, RunFacts
-from diloco_jax.runtime.figures.forms import NO_VALUE, format_count, format_duration
+from diloco_jax.runtime.figures.forms import NO_VALUE, format_bytes, format_count, format_duration
 from diloco_jax.runtime.figures.table import Figure
 from diloco_jax.runtime.records.liveness import SILENT, StartPhase
-from diloco_jax.tools.live.words import FINISHED, alarm_line, ended_lines, share_done, shown_rows, time_left
+from diloco_jax.tools.live.words import (
+    FINISHED,
+    alarm_line,
+    ended_lines,
+    percent_done,
+    share_done,
+    shown_rows,
+    steps_done,
+    time_left,
+)
 
 # A curve of more points loses every second one.
 POINTS_MAX = 512
@@ -38,6 +47,7 @@ class History:
     def _restart(self) -> None:
         self._newest = (0.0, 0)  # wall_s, global_step
         self._curves: dict[str, list[float]] = {TRAINING: [], EVALUATION: [], SPEED: []}
+        self._began_s: float | None = None
         self._gap_s, self._next_s = FIRST_GAP_S, 0.0
 
     def add(self, status: Mapping[str, Any]) -> None:
@@ -47,6 +57,8 @@ class History:
         if now < self._newest or now[1] < self._newest[1]:
             self._restart()
         self._newest = now
+        if self._began_s is None:
+            self._began_s = now[0]
         evaluations, loss = self._curves[EVALUATION], status["eval_loss"]
         if _known(loss) and evaluations[-1:] != [loss]:
             evaluations.append(loss)
@@ -60,6 +72,11 @@ class History:
                 # The newest point stays.
                 del curve[-2::-2]
                 self._gap_s *= 2 if name == TRAINING else 1
+
+    @property
+    def span_s(self) -> float:
+        """Return the time of the run that the curves show."""
+        return self._newest[0] - (self._began_s or 0.0)
 
     def curves(self) -> dict[str, Sequence[float]]:
         """Return the curves with at least two points, the oldest first."""
@@ -81,7 +98,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 # Columns of a terminal that shows more of each island.
 WIDE = 120
-NARROW_BARS, WIDE_BARS = 36, 24
+NARROW_BARS, WIDE_BARS = 32, 24
 # Columns of the bar of progress.
 BAR = 16
 # Conditions of islands and states of runs, by the style that shows them.
@@ -124,7 +141,8 @@ def _measured(name: str) -> Column:
 
     def cell(island: IslandFacts) -> str | None:
         value = island.measured(name)
-        return None if value is None else f"{value:.4g}"
+        # Programs may measure anything; sizes are called so.
+        return None if value is None else format_bytes(value) if "bytes" in name.split("_") else f"{value:.4g}"
 
     return Column(name.replace("_", "\n", 1), cell)
 
@@ -187,14 +205,16 @@ def _wrapped(text: str, width: int) -> str:
     return "\n".join(textwrap.wrap(bound, max(1, width), break_on_hyphens=False)).replace(BOUND, " ")
 
 
-def _curves(curves: Mapping[str, Sequence[float]], width: int) -> list[str]:
-    """Draw curves with their first and last value; the speed needs a wide terminal."""
+def _curves(curves: Mapping[str, Sequence[float]], span_s: float, width: int) -> list[str]:
+    """Draw curves with their first and last value, after the time that they show; the speed needs a wide terminal."""
     bars = WIDE_BARS if width >= WIDE else NARROW_BARS
     told = []
     for name, values in curves.items():
         form: Callable[[float], str] = format_count if name == SPEED else "{:.3f}".format
         if name != SPEED or width >= WIDE:
             told.append(f"{name} {form(values[0])} {sparkline(values, bars)} {form(values[-1])}")
+    if told and span_s:
+        told[0] = f"last {format_duration(span_s)}: {told[0]}"
     return told
 
 
@@ -225,11 +245,12 @@ def render(
     width: int,
     *,
     curves: Mapping[str, Sequence[float]] | None = None,
+    span_s: float = 0.0,
     phases: Sequence[StartPhase] = (),
 ) -> RenderableType:
-    """Draw a run that is `width` columns wide; curves have the oldest value first."""
+    """Draw a run that is `width` columns wide; curves have the oldest value first, and show the last `span_s`."""
     state = Text(status["state"], style=f"bold {STYLE_OF.get(status['state'], '')}")
-    steps = f"{share_done(status):.0%}, step {status['global_step']} of {status['total_steps']}"
+    steps = f"{percent_done(status)}, {steps_done(status)}"
     times = ", ".join(filter(None, (format_duration(status["wall_s"]), time_left(status))))
     progress = Table.grid(padding=(0, 2, 0, 0))
     fits = BAR + 4 + len(steps) + len(times) <= width
@@ -238,7 +259,7 @@ def render(
     facts = [] if fits else [times]
     facts += figures.texts(figures.RUN_FIGURES, RunFacts.of(status), lambda figure: figure.live)
     told: list[RenderableType] = [Text.assemble((status["run"], "bold"), "  ", state), progress]
-    told += [Text(_packed(lines, width)) for lines in (facts, _curves(curves or {}, width)) if lines]
+    told += [Text(_packed(lines, width)) for lines in (facts, _curves(curves or {}, span_s, width)) if lines]
     told.append(Text())
     if status["learners"]:
         told.append(_island_table([IslandFacts.of(row) for row in shown_rows(status)], width))

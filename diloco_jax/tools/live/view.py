@@ -111,7 +111,8 @@ class LiveView:
         """Draw the newest status, or what processes do that have not started to train."""
         status = self._current()
         if status is not None:
-            return render(status, self._console.width, curves=self._history.curves(), phases=self._phases)
+            curves, span_s = self._history.curves(), self._history.span_s
+            return render(status, self._console.width, curves=curves, span_s=span_s, phases=self._phases)
         since = format_duration(time.monotonic() - self._began_s)
         return Group(Text.assemble(("starting", "bold cyan"), (f"  {since}", "dim")), draw_phases(self._phases))
 

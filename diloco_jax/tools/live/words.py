@@ -46,6 +46,17 @@ def share_done(status: Mapping[str, Any]) -> float:
     return min(1.0, status["global_step"] / max(1, status["total_steps"]))
 
 
+def percent_done(status: Mapping[str, Any]) -> str:
+    """Return the share of the run that is done, with decimals while it is small."""
+    percent = 100 * share_done(status)
+    return f"{percent:.{0 if percent >= 10 or not percent else 1 if percent >= 1 else 2}f}%"
+
+
+def steps_done(status: Mapping[str, Any]) -> str:
+    """Return the number of global steps made and planned."""
+    return f"step {status['global_step']:,} of {status['total_steps']:,}"
+
+
 def time_left(status: Mapping[str, Any]) -> str:
     """Return a text about the time that is left; "" if it is not known."""
     left_s = status.get("left_s")
@@ -73,8 +84,7 @@ def describe(status: Mapping[str, Any], phases: Iterable[StartPhase] = ()) -> st
     Args:
         phases: of processes that do not train yet.
     """
-    progress = f"global step {status['global_step']} of {status['total_steps']} ({share_done(status):.0%}) after "
-    progress += format_duration(status["wall_s"])
+    progress = f"global {steps_done(status)} ({percent_done(status)}) after {format_duration(status['wall_s'])}"
     quiet = "said_s_ago" in status
     if quiet:
         progress = f"last status {format_duration(status['said_s_ago'])} ago, at {progress}"

@@ -284,6 +284,7 @@ def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "sync_every": protocol.sync_every,
             "sync_later": protocol.sync_later,
             "num_fragments": len(case.run.fragments),
+            "fewer_fragments": case.run.fewer_fragments(protocol.num_fragments),
             "class_fragments": dict(zip(map("+".join, protocol.groups.classes), case.run.plan.counts, strict=True)),
             "overlap_steps": protocol.overlap_steps,
             "up": wire.up,

@@ -41,6 +41,8 @@ def _run(run: Row) -> list[str]:
         f"schedule      H = {_periods(run['sync_every'])}{later}, P = {_periods(run['class_fragments'])}, "
         f"tau = {run['overlap_steps']}; {run['up']} up, {run['down']} down",
     ]
+    if run["fewer_fragments"]:
+        lines.append(fill(run["fewer_fragments"], 112, initial_indent=_INDENT, subsequent_indent=_INDENT))
     for each in run["steps"]:
         names = each["islands"]
         whose = names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
@@ -137,10 +139,11 @@ def _memory(memory: Row) -> list[str]:
         # Only a slice of a TPU has a known limit.
         unit = "chip" if each["hbm_limit_bytes"] else "device"
         chip, host = size(sum(hbm.values())), size(sum(each["host"].values()))
-        chip += f" of {size(limit)}" if (limit := each["hbm_limit_bytes"]) else ""
+        chip += " without activations"
+        chip += f", of {size(limit)}" if (limit := each["hbm_limit_bytes"]) else ""
         host += f" of {size(limit)}" if (limit := each["host_limit_bytes"]) else ""
         lines += [
-            f"{unit + ' memory':<14}{chip} and activations on each {unit} of {each['islands'][0]}",
+            f"{unit + ' memory':<14}{chip}, on each {unit} of {each['islands'][0]}",
             f"              {', '.join(f'{name} {size(one)}' for name, one in hbm.items())}",
             "              an estimate from shapes; `diloco preflight` compiles the programs and is exact",
             f"host memory   {host} on each host: {_parts(each['host'])}",

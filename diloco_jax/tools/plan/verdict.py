@@ -7,7 +7,7 @@ from typing import Any
 from diloco_jax.tools.budget.figures import size
 
 Row = Mapping[str, Any]
-# The least share of due rounds that must be made over a link that is called enough.
+# The least share of due rounds, or of the time of data parallel, that must be made over a link that is called enough.
 MADE_MIN = 0.95
 
 
@@ -19,8 +19,9 @@ def verdict(result: Row) -> dict[str, Any]:
 
     Returns:
         `fits`, whether chips and hosts have the memory that is known to be needed, None where no limit is known;
-        `link_enough`, whether nearly all due rounds are made; `problems`, in words; `change`, the settings that the
-        advice changes, with their new values.
+        `link_enough`, whether nearly all due rounds are made; `data_parallel`, the share of its time that one
+        data-parallel job over the same link would compute, failures included; `problems`, in words; `change`, the
+        settings that the advice changes, with their new values.
     """
     problems, limits = [], 0
     for each in result["memory"]["islands"]:
@@ -41,7 +42,8 @@ def verdict(result: Row) -> dict[str, Any]:
         unit = "of the due rounds are made" if result["run"]["overlap_steps"] else "of the time is left for steps"
         problems.append(f"over this link only {link['utilisation']:.0%} {unit}")
     changed = {each["setting"]: each["value"] for each in result["advice"] if each["change"]}
-    return {"fits": fits, "link_enough": enough, "problems": problems, "change": changed}
+    alone = link["data_parallel_utilisation"] * result["goodput"]["rigid_goodput"]
+    return {"fits": fits, "link_enough": enough, "data_parallel": alone, "problems": problems, "change": changed}
 
 
 def describe_verdict(found: Row) -> list[str]:
@@ -52,6 +54,10 @@ def describe_verdict(found: Row) -> list[str]:
     else:
         memory = "memory is enough, before activations" if known else "no chip is named, so memory is not judged"
         lines = [f"verdict       yes: the link is enough; {memory}"]
+        if found["data_parallel"] >= MADE_MIN:
+            share = f"it would compute {found['data_parallel']:.1%} of the time over this link,"
+            lines.append(f"              but data parallel alone would lose nothing: {share}")
+            lines.append("              failures included, so you do not need islands")
     if found["change"]:
         wanted = " ".join(f"--{setting} {quote(str(value))}" for setting, value in found["change"].items())
         lines.append(f"              to change: {wanted}   (reasons below)")

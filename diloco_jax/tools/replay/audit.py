@@ -126,36 +126,36 @@ def describe(result: Mapping[str, Any]) -> str:
     data = result.get("data", {})
     own = all(found["guarantee"] in (OWN, RESUMED) for found in data.values())
     if data and (own or not result["leased"]):
-        lines = [f"{result['rounds']} merged rounds; every loop read its own data"]
+        lines = [f"{result['rounds']:,} merged rounds; every loop read its own data"]
         if result["leased"]:
-            lines[0] += f", so the {result['leased']} positions that the syncer leased are not samples of any data"
+            lines[0] += f", so the {result['leased']:,} positions that the syncer leased are not samples of any data"
         return "\n".join([*lines, *describe_guarantees(data), *_verdict(result, "")])
     lines = [
-        f"{result['leased']} samples were leased in {result['rounds']} merged rounds: {result['merged']} merged, "
-        f"{result['overwritten']} overwritten, {result['released']} released to be leased again, {result['out']} still "
-        "leased",
+        f"{result['leased']:,} samples were leased in {result['rounds']:,} merged rounds: {result['merged']:,} merged, "
+        f"{result['overwritten']:,} overwritten, {result['released']:,} released to be leased again, "
+        f"{result['out']:,} still leased",
     ]
     if result["overwritten"]:
         lines.append(
-            f"{result['overwritten']} were trained on without effect: their learner adopted newer values of every "
+            f"{result['overwritten']:,} were trained on without effect: their learner adopted newer values of every "
             "fragment before a round merged the result"
         )
     lines += _unfinished(result)
     if result["repeated"]:
-        lines.append(f"{result['repeated']} of them were leased again after a release")
+        lines.append(f"{result['repeated']:,} of them were leased again after a release")
     if result["undone"]:
-        lines.append(f"{result['undone']} were merged into a version that was lost with all processes that held it")
+        lines.append(f"{result['undone']:,} were merged into a version that was lost with all processes that held it")
     if result["void"]:
-        lines.append(f"{result['void']} more were leased in a history that the run returned from")
+        lines.append(f"{result['void']:,} more were leased in a history that the run returned from")
     if result["exclusions_repeated"]:
         lines.append(
-            f"{result['exclusions_repeated']} rounds have recorded norms, and the rule decided again from them"
+            f"{result['exclusions_repeated']:,} rounds have recorded norms, and the rule decided again from them"
         )
-    one_fate = f"every sample has one fate; {result['learner_tapes']} learner tapes have no other samples"
+    one_fate = f"every sample has one fate; {result['learner_tapes']:,} learner tapes have no other samples"
     if any(found["guarantee"] != LEASED for found in data.values()):
         lines.append("these counts include the positions that were leased to loops with other data, and not read")
         lines += describe_guarantees(data)
-        one_fate = f"every leased position has one fate; {result['learner_tapes']} learner tapes have no other ones"
+        one_fate = f"every leased position has one fate; {result['learner_tapes']:,} learner tapes have no other ones"
     return "\n".join([*lines, *_verdict(result, one_fate)])
 
 
@@ -167,8 +167,8 @@ def _unfinished(result: Mapping[str, Any]) -> list[str]:
     )
     names = {"released": "released", "out": "still leased"}
     return [
-        f"of the {result[fate]} {names[fate]}, {result[f'{fate}_trained']} were trained on {when}; "
-        f"{result[fate] - result[f'{fate}_trained']} were leased ahead and not trained on"
+        f"of the {result[fate]:,} {names[fate]}, {result[f'{fate}_trained']:,} were trained on {when}; "
+        f"{result[fate] - result[f'{fate}_trained']:,} were leased ahead and not trained on"
         for fate, when in told
         if result[fate]
     ]

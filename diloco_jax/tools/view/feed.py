@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from diloco_jax.protocol.messages import ON_PURPOSE, RUN_COMPLETE
 from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import RunFacts
 from diloco_jax.runtime.figures.table import Figure
@@ -172,8 +171,6 @@ class RunFeed:
             self._lives |= dict.fromkeys(who, reason)
         if kind == "life":
             kind, who = "started", ["syncer"]
-        if kind == "left" and reason not in (*ON_PURPOSE, RUN_COMPLETE):
-            kind = "disconnected"
         if kind == "alarm" and record.get("state") == "ends":
             kind = "alarm ended"
         self._told += 1

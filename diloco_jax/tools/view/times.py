@@ -65,7 +65,7 @@ class IslandTimes:
             self._step(record)
         elif kind == "metrics":
             self._waited(self._island(record["learner"]), record["values"].get(WAITING) or 0.0)
-        elif kind in ("joined", "back", "left", "silent"):
+        elif kind in ("joined", "back", "left", "disconnected", "silent"):
             for name in record["members"]:
                 island = self._island(name)
                 if kind == "joined":
@@ -171,7 +171,7 @@ class RoundTimes:
                 self._of(step)["late"][name] = round(t - closed_s, 4)
             for step, took_s in record.get("arrived", ()):
                 self._of(step)["arrived"][name] = took_s
-        elif kind in ("joined", "left", "silent"):
+        elif kind in ("joined", "left", "disconnected", "silent"):
             self._training -= set(record["members"])
         elif kind in KINDS and record["fragment_id"] >= 0:
             self._take_round(record)

@@ -22,7 +22,7 @@ from diloco_jax.settings.text import load
 PORT = 7700
 SETTINGS_FILE = "settings.yaml"
 START_S, END_S = 300.0, 120.0
-LOST_KINDS = ("left", "silent", "abandoned")
+LOST_KINDS = ("left", "disconnected", "silent", "abandoned")
 
 
 class Mark(NamedTuple):

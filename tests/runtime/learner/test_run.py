@@ -381,6 +381,17 @@ def test_hearts_beat_while_the_compiler_works(tmp_path: Path, monkeypatch: pytes
     script.end()
 
 
+def test_nothing_is_compiled_for_a_complete_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(Island, "warm_up", lambda island, shape: compiled.append(shape))
+    script = Script(tmp_path)
+    script.await_message(messages.Hello)
+    script.say(messages.Stop(1000, messages.RUN_COMPLETE))
+    assert script.await_message(messages.Leave).reason == messages.RUN_COMPLETE
+    script.end()
+    assert script.reason == messages.RUN_COMPLETE and not compiled
+
+
 def test_hearts_beat_while_a_value_is_read(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, may_end, read = threading.Event(), threading.Event(), adoptions.GlobalValues.read
 

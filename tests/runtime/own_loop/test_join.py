@@ -10,7 +10,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ import diloco_jax
 from diloco_jax.core.fragments import FragmentConfig, take
 from diloco_jax.core.kinds import Kind, canonical_of
 from diloco_jax.runtime.island.evaluation import scalars
+from diloco_jax.runtime.learner.joined import Joined
 from diloco_jax.runtime.model.layout_text import layout_of, read_layout
 from diloco_jax.runtime.model.offered import describe_run
 from diloco_jax.runtime.own_loop import introduce as subject
@@ -392,6 +395,21 @@ def test_the_syncer_hears_that_a_loop_failed(error: BaseException, reason: str) 
     with pytest.raises(type(error)) as caught, own_island(side):
         raise error
     assert side.reason == reason and not getattr(caught.value, "__notes__", ())
+
+
+def test_an_island_that_finds_its_run_complete_ends_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its syncer is still there, perhaps on another machine, and waits for such islands."""
+    side: Any = Joined.__new__(Joined)
+    left: list[str] = []
+    side._decisions = SimpleNamespace(finished="run complete")
+    side.begin, side.check_end, side.leave = lambda: False, lambda: None, left.append
+    island = own_island(side)
+    island._island.going, island._island._pulse = None, MagicMock()
+    island._island._run_dir, island._island.local_step = tmp_path, 0
+    with pytest.raises(diloco_jax.RunComplete) as caught, island:
+        island.state()
+    assert caught.value.code == 0 and left == ["stopped from outside"]
+    assert "so a has nothing to do; to train longer, start its syncer again with --train.steps MORE" in caplog.text
 
 
 def test_a_late_island_of_a_complete_run_ends_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from diloco_jax.runtime.records import thinning
 from diloco_jax.runtime.records.telemetry import Telemetry, read_metrics
 from diloco_jax.runtime.records.thinning import Combiner, RecordTail, ThinnedFile, combine, stands_for
 from diloco_jax.tools.view.story import Story
-from tests.tools.view.made import joined, left, note, step, wire
+from tests.tools.view.made import joined, lost, note, step, wire
 
 BOUND = 40_000
 Record = dict[str, Any]
@@ -25,7 +25,7 @@ def a_run(rounds: int) -> list[Record]:
         members = ["a", "b"] if n % 3 else ["a"]
         found += [step("a", float(n), n, 10 * n, 0.5), note("closed", n + 0.1, n, *members, fragment_id=0)]
         if n == rounds // 2:
-            found += [left("b", n + 0.2), joined("b", n + 0.3, 2)]
+            found += [lost("b", n + 0.2), joined("b", n + 0.3, 2)]
         incarnation, local = (1, n) if n <= rounds // 2 else (2, n - rounds // 2)
         found.append(step("b", n + 0.4, local, 20 * n, 0.25, incarnation=incarnation))
         found += [note("merged", n + 0.5, n, *members, fragment_id=0), wire(n + 0.6, n, 100 * n, 200 * n)]
@@ -73,8 +73,8 @@ def test_the_file_has_a_bound_and_every_total_stays(tmp_path: Path, rounds: int)
         counts[record["kind"]] += stands_for(record)
     counts.pop("thinned", None)
     assert counts == Counter(record["kind"] for record in records)
-    rare = [record for record in records if record["kind"] in ("joined", "left", "eval")]
-    assert [record for record in kept if record["kind"] in ("joined", "left", "eval")] == rare
+    rare = [record for record in records if record["kind"] in ("joined", "disconnected", "eval")]
+    assert [record for record in kept if record["kind"] in ("joined", "disconnected", "eval")] == rare
     assert kept[-40:] == records[-40:], "the newest are exact"
 
 
@@ -90,7 +90,7 @@ def test_two_records_become_one() -> None:
 
 
 def test_an_incarnation_and_a_note_end_a_group() -> None:
-    records = [step("a", 1.0, 1, 1), step("b", 1.0, 1, 1), step("a", 2.0, 2, 2), left("a", 2.5), step("a", 3.0, 3, 3)]
+    records = [step("a", 1.0, 1, 1), step("b", 1.0, 1, 1), step("a", 2.0, 2, 2), lost("a", 2.5), step("a", 3.0, 3, 3)]
     records += [step("a", 3.0 + n, n, 4, incarnation=2) for n in (1, 2, 3)]
     combiner, lines = Combiner(8), []
     for record in records:
@@ -98,7 +98,7 @@ def test_an_incarnation_and_a_note_end_a_group() -> None:
     lines += [line for line, _ in combiner.rest()]
     found = [json.loads(line) for line in lines]
     told = [(each["kind"], each.get("learner"), each.get("local_step"), stands_for(each)) for each in found]
-    steps = [("step", "a", 1, 1), ("step", "b", 1, 1), ("step", "a", 2, 1), ("left", None, None, 1)]
+    steps = [("step", "a", 1, 1), ("step", "b", 1, 1), ("step", "a", 2, 1), ("disconnected", None, None, 1)]
     assert told == [*steps, ("step", "a", 3, 1), ("step", "a", 1, 1), ("step", "a", 3, 2)]
 
 

@@ -53,7 +53,7 @@ def test_the_lines_of_a_run() -> None:
         "[9 s] island-0 is training",
         f"[10 s] island-2 is joining: {JOINING}",
         "[1 min 00 s] island-1 is training",
-        "[1 min 05 s] 25%, step 250 of 1000, 2 of 2 islands active, 1.64M tokens at 26.5k/s, "
+        "[1 min 05 s] 25%, step 250 of 1,000, 2 of 2 islands active, 1.64M tokens at 26.5k/s, "
         "1.97 contributors per round, about 5 min 00 s left",
         "[1 min 06 s] evaluation loss 1.2500 of global step 256",
         f"[1 min 10 s] alarm: {SILENT['text']}; {remedy}",

@@ -42,7 +42,7 @@ def test_the_picture_shows_run_and_islands() -> None:
     text = drawn(render(status(learners=[learner("island-0"), island, FRESH]), 80), 80)
     for part in (
         "quickstart running",
-        "25%, step 400 of 1600",
+        "25%, step 400 of 1,600",
         "1 min 40 s, about 5 min 00 s left",
         ROUNDS,
         "1.64M tokens, 26.5k/s · eval loss 1.8500 · 1.97 contributors per round · up 123 MB, down 987 B",
@@ -54,6 +54,21 @@ def test_the_picture_shows_run_and_islands() -> None:
         "island-1 silent 1m 410 13.2k 1.900 321 50% 2",
         "island-2 joining 1m 0 0 – – 98% 0",
     ]
+
+
+def test_long_runs_have_separators_and_decimals() -> None:
+    for step, told in ((715, "0.07%, step 715"), (16_400, "1.6%, step 16,400"), (0, "0%, step 0")):
+        run = status(global_step=step, total_steps=1_000_000, learners=[learner("island-0", local_step=123_456)])
+        text = words(drawn(render(run, 80), 80))
+        assert f"{told} of 1,000,000" in text and "island-0 training 123,456 13.2k" in text
+    assert "global step 16,400 of 1,000,000 (1.6%) after" in describe(status(global_step=16_400, total_steps=10**6))
+
+
+def test_sizes_are_written_with_their_units() -> None:
+    sizes = {"host_bytes": 3.397e8, "device_bytes": 1.2e10, "device_bytes_peak": 1.4e10}
+    text = drawn(render(status(learners=[learner("island-0", metrics=sizes)]), 160), 160)
+    row = next(words(line) for line in text.splitlines() if line.startswith("island-0"))
+    assert row.endswith("420k 12 GB 340 MB 14 GB") and "steps behind" in text
 
 
 METRICS = {"mfu": 0.413, "grad_norm": 0.51, "learning_rate": 3e-3, "waiting_for_data": 0.012, "router_entropy": 1.5}
@@ -97,7 +112,7 @@ def test_no_line_is_wider_than_the_terminal(
     run["alarms"] = [Alarm("silent", "island-1", f"island-1 is silent: {REASONS['silent']}").as_dict()]
     phases = [StartPhase("compiler-island-0", "compiling, 3 of 7 programs", 4.0)]
     curves = {"training loss": losses, "evaluation loss": losses, "tokens/s": losses}
-    text = drawn(render(run, width, curves=curves, phases=phases), 2 * width)
+    text = drawn(render(run, width, curves=curves, span_s=2500.0, phases=phases), 2 * width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text and "alarm: island-1 is silent" in text
 
@@ -187,6 +202,9 @@ def test_curves_keep_the_whole_run_in_few_points() -> None:
     losses = curves["training loss"]
     assert 200 < len(losses) <= 512 and losses[0] > 4900 and losses[-1] < 100
     assert list(losses) == sorted(losses, reverse=True), "none is of the islands that are away"
+    assert history.span_s == 0.5 * 4999
+    text = words(drawn(render(status(), 80, curves=curves, span_s=history.span_s), 80))
+    assert f"last 41 min 40 s: training loss {losses[0]:.3f}" in text, "what the first number belongs to"
     shown = drawn(render(status(), 80, curves=curves), 80)
     assert "evaluation loss 2.000 █▁ 1.000" in shown and "tokens/s 26" not in shown
     assert "tokens/s 26.5k ▁" in drawn(render(status(), 160, curves=curves), 160)
@@ -203,7 +221,7 @@ def test_describe_says_which_island_which_condition_since_when() -> None:
     rows = [learner("island-0"), learner("island-1", "silent", since_s=7), FRESH]
     rows.append(learner("island-10", "gone", restarts=1, last_merged_round=5))
     lines = describe(status(learners=rows)).splitlines()
-    assert lines[0].startswith("quickstart is running: global step 400 of 1600 (25%) after 1 min 40 s, about")
+    assert lines[0].startswith("quickstart is running: global step 400 of 1,600 (25%) after 1 min 40 s, about")
     assert lines[1] == "waiting for: round 401: quorum 0 of 1"
     islands = [words(text) for text in lines[4:]]
     training = "training for 1 min 32 s: step 410, loss 1.900, 13.2k tokens/s; last heard 0.1 s ago; last merged in"

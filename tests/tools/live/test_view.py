@@ -71,7 +71,7 @@ def test_on_a_terminal_it_leaves_the_last_picture(tmp_path: Path) -> None:
     out = io.StringIO()
     with LiveView(run_in(tmp_path), Console(file=out, width=100, force_terminal=True, color_system=None)) as view:
         write_json(path, status(state="complete", global_step=1600))
-    assert "step 1600 of 1600" in out.getvalue()
+    assert "step 1,600 of 1,600" in out.getvalue()
     assert view.ended.is_set()
 
 

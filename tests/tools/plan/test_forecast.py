@@ -88,6 +88,7 @@ def test_periods_by_class_move_what_their_turns_move() -> None:
     assert rounds.planned_gbit_per_s == pytest.approx(found["per_step"] * 8e-9)  # of one second
     text = describe(forecast(case, advise(case)))
     assert f"H = 4 (mlp), 8 (rest), from step 500 on 16, P = {counts[0]} (mlp), {counts[1]} (rest), tau" in text
+    assert f"{sum(counts)} fragments, fewer than protocol.num_fragments = 24" in text
     narrow = small(
         protocol={"sync_every": {"mlp": 4, "rest": 8}, "num_fragments": 24, "overlap_steps": 2},
         given=replace(QUIET, link_gbit_per_s=3e-5),

@@ -9,7 +9,16 @@ from diloco_jax.tools.plan.verdict import describe_verdict, verdict
 GB = 10**9
 
 
-def result(*, chip: int = 10, chip_limit: int = 95, host: int = 10, share: float = 1.0, tau: int = 2) -> dict[str, Any]:
+def result(
+    *,
+    chip: int = 10,
+    chip_limit: int = 95,
+    host: int = 10,
+    share: float = 1.0,
+    tau: int = 2,
+    parallel: float = 0.3,
+    rigid: float = 0.9,
+) -> dict[str, Any]:
     """Return the parts of a forecast that a verdict reads; memory in GB."""
     island = {
         "islands": ["west", "east"],
@@ -22,8 +31,9 @@ def result(*, chip: int = 10, chip_limit: int = 95, host: int = 10, share: float
         {"setting": "protocol.sync_every", "value": {"mlp": 8, "rest": 48}, "change": True},
         {"setting": "wire.up", "value": "int4", "change": False},
     ]
-    link, memory = {"utilisation": share}, {"islands": [island]}
-    return {"run": {"overlap_steps": tau}, "link": link, "memory": memory, "advice": advice}
+    link, memory = {"utilisation": share, "data_parallel_utilisation": parallel}, {"islands": [island]}
+    goodput = {"rigid_goodput": rigid}
+    return {"run": {"overlap_steps": tau}, "link": link, "memory": memory, "goodput": goodput, "advice": advice}
 
 
 def test_what_fits() -> None:
@@ -33,6 +43,16 @@ def test_what_fits() -> None:
     first, second = describe_verdict(found)
     assert first == "verdict       yes: the link is enough; memory is enough, before activations"
     assert "--protocol.sync_every '{'\"'\"'mlp'\"'\"': 8" in second, "ready for a shell"
+
+
+@pytest.mark.parametrize(("parallel", "rigid", "enough"), [(1.0, 0.99, True), (1.0, 0.94, False), (0.94, 1.0, False)])
+def test_where_data_parallel_alone_loses_nothing_nobody_needs_islands(
+    parallel: float, rigid: float, enough: bool
+) -> None:
+    lines = describe_verdict(verdict(result(parallel=parallel, rigid=rigid)))
+    assert ("data parallel alone would lose nothing: it would compute 99.0%" in lines[1]) == enough, lines
+    lost = describe_verdict(verdict(result(parallel=parallel, rigid=rigid, share=0.5)))
+    assert not any("lose nothing" in line for line in lost), "a link that is too slow for islands"
 
 
 def test_without_chips_memory_is_not_judged() -> None:

@@ -301,6 +301,7 @@ def test_trained_samples_are_told_from_those_that_were_leased_ahead(tmp_path: Pa
     ahead = result["out"] - result["out_trained"]
     assert f"of the {result['out']} still leased, {result['out_trained']} were trained on" in text
     assert f"; {ahead} were leased ahead and not trained on" in text
+    assert "12,345 samples were leased" in describe(result | {"leased": 12_345})
 
 
 def test_an_audit_of_own_data_speaks_of_no_lease(tmp_path: Path) -> None:

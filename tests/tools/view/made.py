@@ -17,8 +17,8 @@ def joined(name: str, t: float, incarnation: int = 1) -> Record:
     return note("joined", t, 0, name, reason=f"incarnation {incarnation}")
 
 
-def left(name: str, t: float) -> Record:
-    return note("left", t, 1, name, reason="lost")
+def lost(name: str, t: float) -> Record:
+    return note("disconnected", t, 1, name, reason="lost")
 
 
 def step(name: str, t: float, n: int, tokens: int, step_s: float = 1.0, **more: Any) -> Record:

@@ -13,7 +13,7 @@ from tests.limits import HANGS_S
 from tests.runtime.helpers import SLOW_STEP_S, kill_processes, processes_of, start, wait_for, write_config
 from tests.sockets import free_port
 from tests.tools.view.browser import CHROMIUM, Browser
-from tests.tools.view.made import append, left, made_run, one_round, row, status, step
+from tests.tools.view.made import append, lost, made_run, one_round, row, status, step
 from tests.tools.view.test_server import served
 
 pytestmark = [
@@ -50,7 +50,7 @@ def test_a_run_is_shown_and_what_happens_to_it(browser: Browser, tmp_path: Path)
         gone = row("b", state="gone", condition="gone", reason="no connection")  # b is killed
         told = [Alarm("gone", "b", "b is disconnected: no connection").as_dict()]
         (folder / "status.json").write_text(json.dumps(status(learners=[row("a"), gone], alarms=told)))
-        append(folder, step("b", 5.25, 2, 30), left("b", 6.0), *one_round(2, 7.0))
+        append(folder, step("b", 5.25, 2, 30), lost("b", 6.0), *one_round(2, 7.0))
         shows(browser, "#alarm-list", "b is disconnected")
         shows(browser, "#alarm-list", "look at its machine")
         shows(browser, "#events", "b disconnected: lost")

@@ -14,7 +14,7 @@ from diloco_jax.tools.view.compare import compare, describe
 from diloco_jax.tools.view.feed import RunFeed, alarms_now
 from diloco_jax.tools.view.times import ROUNDS_KEPT, IslandTimes
 from tests.runtime.helpers import call
-from tests.tools.view.made import FATES, MADE, append, joined, left, made_run, one_round, status, step, wire
+from tests.tools.view.made import FATES, MADE, append, joined, lost, made_run, one_round, status, step, wire
 
 
 def test_the_whole_says_what_the_records_say(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_news_have_only_what_is_new(tmp_path: Path) -> None:
     assert feed.news()["rounds"] == feed.news()["events"] == []
     append(tmp_path, step("b", 5.25, 2, 40, arrived=[[1, 0.75]]))
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"kind":"left","t":6.0,"glob')  # not whole yet
+        file.write('{"kind":"disconnected","t":6.0,"glob')  # not whole yet
     feed.look()
     news = feed.news()
     assert news["rounds"] == [{**MADE, "arrived": {"a": 0.25, "b": 0.75}, "late": {"b": 1.75}}] and not news["events"]
@@ -56,8 +56,8 @@ def test_news_have_only_what_is_new(tmp_path: Path) -> None:
 
 def test_leaving_a_complete_run_is_not_news(tmp_path: Path) -> None:
     folder = made_run(tmp_path)
-    append(folder, {**left("a", 4.7), "reason": DRAINED}, left("a", 5.0))
-    append(folder, {**left("", 6.0), "kind": "finished"}, left("b", 7.0), left("a", 8.0))
+    append(folder, {**lost("a", 4.7), "kind": "left", "reason": DRAINED}, lost("a", 5.0))
+    append(folder, {**lost("", 6.0), "kind": "finished"}, lost("b", 7.0), lost("a", 8.0))
     feed = RunFeed(folder)
     feed.look()
     kinds = ["joined", "joined", "left", "disconnected", "finished"]
@@ -86,17 +86,17 @@ def test_a_long_run_takes_no_more_room(tmp_path: Path) -> None:
 
 TIMES = [
     # a steps at 0..1 and 1.5..2.5 and is killed; it is back at 6 and steps at 7..8
-    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), step("a", 2.5, 2, 20, 1.0), left("a", 2.5), joined("a", 6.0, 2),
+    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), step("a", 2.5, 2, 20, 1.0), lost("a", 2.5), joined("a", 6.0, 2),
       step("a", 8.0, 1, 30, 1.0, incarnation=2)], {"training": 3.0, "between": 0.5, "away": 3.5, "joining": 1.0}),
     # its link breaks, it trains on, and tells it when it is back
-    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), left("a", 1.0), joined("a", 4.0), step("a", 5.0, 5, 50, 1.0)],
+    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), lost("a", 1.0), joined("a", 4.0), step("a", 5.0, 5, 50, 1.0)],
      {"training": 5.0}),
     # The same, with an idle second.
-    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), left("a", 1.0), joined("a", 4.0), step("a", 5.0, 4, 40, 1.0)],
+    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), lost("a", 1.0), joined("a", 4.0), step("a", 5.0, 4, 40, 1.0)],
      {"training": 4.0, "away": 1.0}),
     # it is back sooner, and begins its next step late
     (
-        [joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), left("a", 1.0), joined("a", 2.0), step("a", 5.0, 2, 20, 1.0)],
+        [joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), lost("a", 1.0), joined("a", 2.0), step("a", 5.0, 2, 20, 1.0)],
         {"training": 2.0, "away": 1.0, "between": 2.0},
     ),
     # a report is late and the next in time: the steps were as long as they were
@@ -105,14 +105,14 @@ TIMES = [
         {"training": 3.0},
     ),
     # silent since its last word, and heard again
-    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), {**left("a", 4.0), "kind": "silent"}, wire(5.0, 1, 0, 0)],
+    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), {**lost("a", 4.0), "kind": "silent"}, wire(5.0, 1, 0, 0)],
      {"training": 1.0, "away": 4.0}),
     # data: half of the time in steps
     ([joined("a", 0.0), step("a", 2.0, 1, 10, 2.0), {"kind": "metrics", "t": 2.0, "global_step": 0, "learner": "a"}
       | {"values": {"waiting_for_data": 0.5}}, step("a", 4.0, 2, 20, 2.0)], {"training": 3.0, "data": 1.0}),
     # Islands that leave a complete run do not lower its goodput.
-    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), {**left("a", 1.5), "kind": "finished", "members": []},
-      left("a", 1.5), wire(9.0, 1, 0, 0)], {"training": 1.0, "between": 0.5}),
+    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), {**lost("a", 1.5), "kind": "finished", "members": []},
+      lost("a", 1.5), wire(9.0, 1, 0, 0)], {"training": 1.0, "between": 0.5}),
 ]  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def test_a_new_reader_gets_the_whole_and_then_news(tmp_path: Path) -> None:
         rounds = b""
         while b'"arrived":{"a":0.25}' not in rounds:
             rounds = next(viewer)
-        append(tmp_path, left("b", 7.0))
+        append(tmp_path, lost("b", 7.0))
         while b'"kind":"disconnected"' not in rounds:
             rounds = next(viewer)
         assert rounds.startswith(b"event: ")

@@ -13,7 +13,7 @@ from diloco_jax.tools.view.feed import RunFeed
 from diloco_jax.tools.view.page import write_report
 from diloco_jax.tools.view.story import STRETCHES_MAX, Curve, Story, against, few
 from tests.tools.view.browser import CHROMIUM, Browser
-from tests.tools.view.made import append, joined, left, made_run, note, one_round, step, wire
+from tests.tools.view.made import append, joined, lost, made_run, note, one_round, step, wire
 
 Records = list[dict[str, Any]]
 
@@ -176,7 +176,7 @@ def test_a_curve_keeps_its_ends_and_is_even() -> None:
 def test_a_browser_shows_it_without_a_server(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "run")
     metrics = {"kind": "metrics", "t": 4.0, "global_step": 1, "learner": "a", "values": {"grad_norm": 0.5}}
-    append(folder, metrics, left("b", 6.0), joined("b", 7.0), joined("b", 7.5, 2))
+    append(folder, metrics, lost("b", 6.0), joined("b", 7.0), joined("b", 7.5, 2))
     browser = Browser(tmp_path / "profile")
     try:
         browser.size(360, 800)

@@ -19,7 +19,7 @@ from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.trust.certificates import make, settings
 from tests.limits import HANGS_S
 from tests.runtime.helpers import call
-from tests.tools.view.made import MADE, append, left, made_run
+from tests.tools.view.made import MADE, append, lost, made_run
 
 pytestmark = pytest.mark.net
 
@@ -120,7 +120,7 @@ def test_events_come_as_they_happen(tmp_path: Path) -> None:
         answer = link.getresponse()
         assert answer.headers["Content-Type"] == "text/event-stream"
         assert answer.readline() == b"event: whole\n"
-        append(folder, left("b", 7.0))
+        append(folder, lost("b", 7.0))
         while b'"kind":"disconnected"' not in (line := answer.readline()):
             assert line, "the stream has ended"
         link.close()
