@@ -41,6 +41,9 @@ LOOPS = {
     "haiku_loop": ("examples", 1, 74_112),
     "lora_loop": ("", 2, 7_424),
     "torch_loop": ("parity", 2, 74_112),
+    "hf_trainer": ("parity", 2, 74_112),
+    "lightning_trainer": ("parity", 2, 74_112),
+    "accelerate_loop": ("parity", 2, 74_112),
     "keras_fit": ("examples", 1, 74_112),
     "grain_loop": ("", 2, 74_112),
 }

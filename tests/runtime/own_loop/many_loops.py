@@ -1,7 +1,7 @@
 """Training loops of many kinds, each as an island: python many_loops.py KIND.
 
-A kind is a function that returns parameters, the state that the island saves, and the step. The step gets the number of
-the run's global step, from which it draws its batch.
+A kind is a function that returns parameters, the state that the island saves, and the step. The step draws its batch by
+its number.
 """
 
 import os
@@ -215,7 +215,7 @@ def many_leaves() -> tuple[Any, Any, Any]:
 
 
 def pauses() -> tuple[Any, Any, Any]:
-    """A loop that rests for a minute, as for an evaluation of its own."""
+    """A loop that rests for a minute, as for your own evaluation."""
     return optimized(optax.adam(1e-2))
 
 
