@@ -2,7 +2,9 @@
 
 The answer to a pull is owed after ANSWER_STEPS steps of the member, and if it owed none so far, not before the pull is
 repeated. A round that waits only for owed answers ends as soon as it keeps the next round from opening. After each such
-end the member is asked half as often: in every 1st, 2nd, 4th ... 64th round. One answer in time ends all of this.
+end the member is asked half as often: in every 1st, 2nd, 4th ... 64th round. So is one whose answer came, but had kept
+the next round from opening for ANSWER_STEPS steps, or belongs to a version that is no longer kept. One answer in time
+ends all of this.
 """
 
 from collections.abc import Mapping

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from attack import floods, folders, hostile, owing, processes, wires
+from attack import floods, folders, hostile, owing, processes, surfaces, wires
 from attack.table import CATALOGUE, as_text, carry_all_out
 
 # Each of these modules adds its attacks to the catalogue.
-MODULES = (folders, hostile, owing, floods, wires, processes)
+MODULES = (folders, hostile, owing, floods, wires, processes, surfaces)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

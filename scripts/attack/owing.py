@@ -44,9 +44,9 @@ def _keeps_rounds(name: str, about: str, answer: Callable[[StubLearner, Any, byt
             wait_until(lambda: stub.merged > USUAL_ROUNDS, "rounds that merge all learners")
             healthy, disturbed = [], []
             for _ in range(WINDOWS):
-                healthy.append(_rounds_per_s(honest, WINDOW_S))
+                healthy.append(rounds_per_s(honest, WINDOW_S))
                 faulty.set()
-                disturbed.append(_rounds_per_s(honest, WINDOW_S))
+                disturbed.append(rounds_per_s(honest, WINDOW_S))
                 faulty.clear()
                 # One answer in time ends the rest that it is given.
                 before = stub.merged
@@ -60,7 +60,8 @@ def _keeps_rounds(name: str, about: str, answer: Callable[[StubLearner, Any, byt
     CATALOGUE.add(name, f"the others keep {KEPT_MIN:g} of their rounds, and it returns", long=True)(attack)
 
 
-def _rounds_per_s(honest: list[StubLearner], window_s: float) -> float:
+def rounds_per_s(honest: list[StubLearner], window_s: float) -> float:
+    """Return the rate of rounds that merge all of these learners, measured for some seconds."""
     before, began_s = [stub.merged for stub in honest], time.monotonic()
     time.sleep(window_s)
     made = [stub.merged - old for stub, old in zip(honest, before, strict=True)]

@@ -17,9 +17,11 @@ STEPS, FAULT_S, LATE_S = 1000, 10.0, 4.0
 
 
 @cache
-def run(step_s: float, num_fragments: int, kind: str, learners: int = 3, over_s: float = 0.0) -> Cluster:
+def run(
+    step_s: float, num_fragments: int, kind: str, learners: int = 3, over_s: float = 0.0, late_s: float = LATE_S
+) -> Cluster:
     until_s = STEPS * step_s + FAULT_S
-    fault = Fault(FAULT_S, kind, (f"island-{min(1, learners - 1)}",), (over_s or until_s) - FAULT_S, LATE_S)
+    fault = Fault(FAULT_S, kind, (f"island-{min(1, learners - 1)}",), (over_s or until_s) - FAULT_S, late_s)
     scenario = Scenario(
         config=ProtocolConfig(sync_every=max(num_fragments, 8), num_fragments=num_fragments),
         learners=learners,
@@ -40,6 +42,13 @@ def run(step_s: float, num_fragments: int, kind: str, learners: int = 3, over_s:
 @pytest.mark.parametrize(("step_s", "num_fragments"), [(0.05, 2), (0.05, 8), (0.15, 8), (1.0, 2), (1.0, 24)])
 def test_the_others_keep_nine_of_ten_rounds(step_s: float, num_fragments: int, kind: str) -> None:
     healthy, faulty = run(step_s, num_fragments, ""), run(step_s, num_fragments, kind)
+    assert faulty.syncer.merged_rounds >= 0.9 * healthy.syncer.merged_rounds
+
+
+@pytest.mark.parametrize("late_s", [0.2, 0.5, 0.9])
+def test_answers_that_come_before_their_pulls_are_repeated_hold_nobody_up(late_s: float) -> None:
+    """On a link that needs many steps for a value, all answers come, and each comes late for the next round."""
+    healthy, faulty = run(0.05, 2, ""), run(0.05, 2, "late", late_s=late_s)
     assert faulty.syncer.merged_rounds >= 0.9 * healthy.syncer.merged_rounds
 
 

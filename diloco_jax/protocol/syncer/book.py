@@ -131,7 +131,9 @@ class RoundBook:
         fragment_id = self.turns.due(step)
         full = len(self.flying) >= max(1, self.config.overlap_steps)
         if full or any(this.fragment_id == fragment_id >= 0 for this in self.flying.values()):
-            for this in self._blocking(fragment_id, full):
+            for this in self._blocking(fragment_id, full, owed=False):
+                this.blocks_s = now_s if this.blocks_s is None else this.blocks_s
+            for this in self._blocking(fragment_id, full, owed=True):
                 self._give_up(this, f"no value before round {this.global_step} kept the next one waiting", now_s)
             return None
         self.collecting = self.flying[step] = Round(step, fragment_id, now_s)
@@ -325,9 +327,12 @@ class RoundBook:
         # The driver keeps the payload of a value that came before its report.
         kept = this.global_step if name in this.early else -1
         this.answered(name, now_s)
-        self.owing.pop(name, None)
-        self._expect_answers(this)
         base = message.base_version
+        if base in history[fragment_id] and not self._held_up(this, now_s):
+            self.owing.pop(name, None)
+        else:
+            self._owe(name, this)
+        self._expect_answers(this)
         asked = member.credit.asked.get(fragment_id)
         # A state written by an older release does not hold the report that was newest when the round asked.
         known = asked is not None and asked.round == this.global_step
@@ -461,27 +466,37 @@ class RoundBook:
         """Return the seconds until a pull without an answer is repeated for the first time."""
         return max(self.config.resend_s, 2.0 * (self.pace.merge_s or 0.0))
 
-    def _blocking(self, fragment_id: int, full: bool) -> list[Round]:
-        """Return the rounds whose wait for owed answers keeps the next round from opening.
+    def _blocking(self, fragment_id: int, full: bool, *, owed: bool) -> list[Round]:
+        """Return the rounds whose wait for answers, or for owed ones, keeps the next round from opening.
 
         They do if its fragment is in one of them, or if no round in flight does anything else. In lockstep all learners
         wait for each other, whatever it takes.
         """
         if self.lockstep:
             return []
-        others, rounds = bool(self._unreliable()), self.flying.values()
-        waiting = [this for this in rounds if this.phase == PULLING and this.owed and (others or this.values)]
-        return waiting if full and len(waiting) == len(rounds) else [r for r in waiting if r.fragment_id == fragment_id]
+        others, rounds = bool(self._unreliable()), [r for r in self.flying.values() if r.phase == PULLING]
+        waiting = [this for this in rounds if (this.owed or not owed) and (others or this.values)]
+        if full and len(waiting) == len(self.flying):
+            return waiting
+        return [this for this in waiting if this.fragment_id == fragment_id]
 
     def _give_up(self, this: Round, reason: str, now_s: float) -> None:
         """End a round's wait for values; their learners owe them."""
         for name in sorted(this.asked):
             self._drop(name, reason, this.global_step)
-            before = self.owing.get(name)
-            self.owing[name] = before.after(this.global_step) if before else Owed(1, this.global_step)
+            self._owe(name, this)
         this.asked.clear()
         this.early.clear()
         self.settle(this, now_s)
+
+    def _owe(self, name: str, this: Round) -> None:
+        before = self.owing.get(name)
+        self.owing[name] = before.after(this.global_step) if before else Owed(1, this.global_step)
+
+    def _held_up(self, this: Round, now_s: float) -> bool:
+        """Return whether a round has kept the next one from opening for longer than an answer takes."""
+        step_s = self.membership.median_step_s() or 0.0
+        return this.blocks_s is not None and now_s - this.blocks_s > (ANSWER_STEPS + self.config.wait_steps) * step_s
 
     def waiting_for(self, now_s: float) -> str:
         """Describe what the next round waits for."""

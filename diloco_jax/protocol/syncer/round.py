@@ -37,6 +37,8 @@ class Round:
     # When the answers that are missing are owed (owed.py), and whether that time has come.
     owed_s: float = 0.0
     owed: bool = False
+    # When its wait for answers began to keep the next round from opening; None if it does not.
+    blocks_s: float | None = None
     # When pulls without an answer are given up.
     expires_s: float = 0.0
     # When the last of the values had arrived.
