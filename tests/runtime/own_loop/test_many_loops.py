@@ -16,6 +16,8 @@ from tests.runtime.helpers import island_pid, kill_processes, notes, start, wait
 from tests.runtime.own_loop import many_loops
 
 LOOPS = Path(many_loops.__file__)
+# A step over ten thousand arrays takes half a second; the other island makes more than a thousand steps in a minute.
+STEPS = {"many_leaves": 60, "pauses": 3000}
 pytestmark = [pytest.mark.slow, pytest.mark.net]
 
 
@@ -39,8 +41,7 @@ def test_a_loop_is_killed_and_returns_with_its_state(
         "name": "own",
         "islands": islands | {"command": [sys.executable, str(LOOPS), kind]},
         "model": {"module": "own"},
-        # A step over ten thousand arrays takes half a second.
-        "train": {"steps": 60 if kind == "many_leaves" else 300, "eval_every": 0},
+        "train": {"steps": STEPS.get(kind, 300), "eval_every": 0},
         "protocol": {"sync_every": 6, "num_fragments": 3, "snapshot_every": 20},
         "trackers": [],
     }
@@ -55,6 +56,10 @@ def test_a_loop_is_killed_and_returns_with_its_state(
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["complete"] and summary["learners"]["island-1"]["restarts"] == 1, output
     assert notes(run_dir, "expelled", "") == 0
+    if kind == "pauses":
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        merged = [record["members"] for record in records if record["kind"] == "merged"]
+        assert sum("island-0" in members for members in merged[-100:]) > 80, "an island that rested is merged again"
     for name in ("island-0", "island-1"):
         log = (run_dir / "logs" / f"{name}.log").read_text()
         compiled, first, last = re.findall(r"(\d+) compiled step, \d+ steps, loss ([\d.]+) to ([\d.]+)", log)[-1]
