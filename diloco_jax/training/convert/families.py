@@ -241,8 +241,8 @@ def _tower_to_hf(model: ModelConfig) -> dict[str, Any]:
 def _written(c: DecoderConfig, name: str) -> dict[str, Any]:
     """Return a config.json of a family that is as near to a decoder as the family can be."""
     family, layers = FAMILIES[name], of_layers(c)
-    # If layers differ, the keys of most layers describe those with a mixture, or else with a window.
-    layer = next((one for one in layers if one.num_experts), next((one for one in layers if one.window), layers[0]))
+    # If layers differ, most keys describe those with a mixture, and of these, or of all, those with a window.
+    layer = max(layers, key=lambda one: (one.num_experts > 0, one.window > 0))
     first_of = {mixer: next((one for one in (layer, *layers) if one.mixer == mixer), layer) for mixer in MIXERS}
     source = dict.fromkeys(WHOLE, c)
     source |= {ours: first_of[mixer] for mixer, options in MIXERS.items() for ours in options}
