@@ -1,5 +1,6 @@
 """config.json of public families: what each key decides, and that no value of it ends in anything but a sentence."""
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -151,6 +152,17 @@ def test_what_is_read_can_be_written_again(name: str, changes: dict[str, Any], f
 def test_a_refusal_names_what_is_wrong(name: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         from_hf(to_hf(model_of(name), name) | changes)
+
+
+def test_gated_deltanet_is_the_same_in_transformers_only_with_silu() -> None:
+    """There, hidden_act is also the activation of its convolution."""
+    config = to_hf(model_of("qwen3_next"), "qwen3_next") | {"layer_types": ["linear_attention", FULL]}
+    delta = from_hf(config)
+    with pytest.raises(ValueError, match=r"activation is 'gelu', but the convolution of gated DeltaNet has silu here"):
+        from_hf(config | {"hidden_act": "gelu_pytorch_tanh"})
+    with pytest.raises(ValueError, match=r"activation is 'relu2', but the convolution of gated DeltaNet"):
+        to_hf(dataclasses.replace(delta, args={**delta.args, "activation": "relu2"}))
+    assert from_hf(config | {"hidden_act": "relu2", "layer_types": [FULL, FULL]}).args["activation"] == "relu2"
 
 
 def test_qwen_has_a_window_of_4096_if_none_is_named() -> None:
