@@ -90,8 +90,20 @@ def from_hf(config: Mapping[str, Any], images: bool = False) -> ModelConfig:
             del options[key]
     model = ModelConfig(module=MOE if family.mixture else DECODER, args=args)
     # Building the decoder's config checks the arguments.
-    decoder(model)
+    _check_activation(decoder(model))
     return model
+
+
+def _check_activation(c: DecoderConfig) -> None:
+    """Refuse an activation with which our decoder and transformers compute something else, or that only we have."""
+    if c.activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"model.args.activation is {c.activation!r}, which transformers does not have; use {known}")
+    if c.activation != "silu" and any(layer.mixer == "delta" for layer in of_layers(c)):
+        raise ValueError(
+            f"model.args.activation is {c.activation!r}, but the convolution of gated DeltaNet has silu here, and the "
+            "activation of the MLP (hidden_act) in transformers; only silu gives both the same model"
+        )
 
 
 def _with_tower(config: Mapping[str, Any]) -> ModelConfig:
@@ -173,9 +185,7 @@ def to_hf(model: ModelConfig, family: str = "") -> dict[str, Any]:
     if model.module == SEEING_DECODER:
         return _tower_to_hf(model)
     c = decoder(model)
-    if c.activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"model.args.activation is {c.activation!r}, which transformers does not have; use {known}")
+    _check_activation(c)
     experts = any(layer.num_experts for layer in of_layers(c))
     nearest: dict[str, tuple[Any, Any]] | None = None
     for name in sorted(FAMILIES, key=lambda each: each != family):
@@ -241,8 +251,8 @@ def _tower_to_hf(model: ModelConfig) -> dict[str, Any]:
 def _written(c: DecoderConfig, name: str) -> dict[str, Any]:
     """Return a config.json of a family that is as near to a decoder as the family can be."""
     family, layers = FAMILIES[name], of_layers(c)
-    # If layers differ, the keys of most layers describe those with a mixture, or else with a window.
-    layer = next((one for one in layers if one.num_experts), next((one for one in layers if one.window), layers[0]))
+    # If layers differ, most keys describe those with a mixture, and of these, or of all, those with a window.
+    layer = max(layers, key=lambda one: (one.num_experts > 0, one.window > 0))
     first_of = {mixer: next((one for one in (layer, *layers) if one.mixer == mixer), layer) for mixer in MIXERS}
     source = dict.fromkeys(WHOLE, c)
     source |= {ours: first_of[mixer] for mixer, options in MIXERS.items() for ours in options}

@@ -254,6 +254,10 @@ def _as_arguments(layers: list[Layer], full_rope: Layer, local_rope: Layer, fami
             return {**full, **full_rope, **theta, "window": windowed["window"], "global_every": period}
         if not differ:
             return {**full, "rope_theta_local": 0.0, "window": windowed["window"], "global_every": period}
+    # Each kind of layers has its own window, and all of its rotary settings, because these are checked together.
+    own = {"window"} if same.get("window") else set[str]()
+    own |= OF_SCALING if not OF_SCALING & full.keys() <= same.keys() else set()
+    same = {key: value for key, value in same.items() if key not in own}
     return {**same, "rope_theta_local": 0.0, **_as_kinds(layers, same)}
 
 

@@ -30,7 +30,9 @@ def model_of(family: str = "llama", **args: Any) -> ModelConfig:
     found = FAMILIES[family]
     shared = {"shared_dim": 40} if "shared_dim" in found.keys else {}
     clamped = {"glu_limit": 7.0, "activation": "silu"} if "glu_limit" in found.keys else {}
-    sizes = SIZES | (EXPERTS if found.mixture else {}) | shared | clamped | dict(found.args) | args
+    # In transformers, the convolution of gated DeltaNet has the activation of the MLP.
+    linear = {"activation": "silu"} if found.linear else {}
+    sizes = SIZES | (EXPERTS if found.mixture else {}) | shared | clamped | linear | dict(found.args) | args
     return ModelConfig(module=MOE if found.mixture else ModelConfig().module, args=sizes)
 
 

@@ -1,5 +1,6 @@
 """config.json of public families: what each key decides, and that no value of it ends in anything but a sentence."""
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -87,6 +88,16 @@ def check_sentence(config: dict[str, Any]) -> None:
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 SLIDING, FULL = "sliding_attention", "full_attention"
+TWO_LONGROPES = {
+    "rope_parameters": {
+        kind: {"rope_type": "longrope", "original_max_position_embeddings": 64, "short_factor": [each] * 4,
+               "long_factor": [2.0] * 4}
+        for kind, each in ((FULL, 1.0), (SLIDING, 1.5))
+    }
+}  # fmt: skip
+# Layers without a window are wider.
+MIXED = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+MIXED |= {"sliding_window": 8, "head_dim": 8, "global_head_dim": 16}
 SCALED_WINDOWS = {"rope_parameters": {FULL: {"rope_theta": 1e6}, SLIDING: {"rope_theta": 1e4, **LINEAR}}}
 
 
@@ -98,11 +109,22 @@ SCALED_WINDOWS = {"rope_parameters": {FULL: {"rope_theta": 1e6}, SLIDING: {"rope
         # Without a mixture in any layer, the model is one of the family without mixtures.
         ("qwen3_moe", {"mlp_only_layers": [0, 1, 2], "num_experts_per_tok": 3, "norm_topk_prob": False}, "qwen3"),
         ("qwen2_moe", {"decoder_sparse_step": 4, "num_experts_per_tok": 3, "qkv_bias": True}, "qwen2"),
+        ("qwen3_moe", {"mlp_only_layers": [1], "use_sliding_window": True, "sliding_window": 8}, "qwen3_moe"),
+        ("gemma4_text", {**MIXED, "layer_types": [FULL, SLIDING, FULL]}, "gemma4_text"),
+        ("olmo3", {**TWO_LONGROPES, "layer_types": [FULL, SLIDING, FULL]}, "olmo3"),
     ],
-    ids=["gemma3_local", "gemma3_mixed", "qwen3_dense", "qwen2_dense"],
+    ids=[
+        "gemma3_local",
+        "gemma3_mixed",
+        "qwen3_dense",
+        "qwen2_dense",
+        "qwen3_windows",
+        "gemma4_full_first",
+        "longropes",
+    ],
 )
 def test_what_is_read_can_be_written_again(name: str, changes: dict[str, Any], family: str) -> None:
-    config = to_hf(model_of(name)) | changes
+    config = to_hf(model_of(name), name) | changes
     config["num_hidden_layers"] = 3
     model = from_hf(config)
     written = to_hf(model, name)
@@ -130,6 +152,17 @@ def test_what_is_read_can_be_written_again(name: str, changes: dict[str, Any], f
 def test_a_refusal_names_what_is_wrong(name: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         from_hf(to_hf(model_of(name), name) | changes)
+
+
+def test_gated_deltanet_is_the_same_in_transformers_only_with_silu() -> None:
+    """There, hidden_act is also the activation of its convolution."""
+    config = to_hf(model_of("qwen3_next"), "qwen3_next") | {"layer_types": ["linear_attention", FULL]}
+    delta = from_hf(config)
+    with pytest.raises(ValueError, match=r"activation is 'gelu', but the convolution of gated DeltaNet has silu here"):
+        from_hf(config | {"hidden_act": "gelu_pytorch_tanh"})
+    with pytest.raises(ValueError, match=r"activation is 'relu2', but the convolution of gated DeltaNet"):
+        to_hf(dataclasses.replace(delta, args={**delta.args, "activation": "relu2"}))
+    assert from_hf(config | {"hidden_act": "relu2", "layer_types": [FULL, FULL]}).args["activation"] == "relu2"
 
 
 def test_qwen_has_a_window_of_4096_if_none_is_named() -> None:
