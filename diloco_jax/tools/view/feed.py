@@ -27,7 +27,8 @@ from diloco_jax.runtime.records.thinning import THINNED, RecordTail
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import flat, load, read_settings
 from diloco_jax.tools.live.words import stands
-from diloco_jax.tools.view.story import Story, few, verdict
+from diloco_jax.tools.view.curve import few
+from diloco_jax.tools.view.story import Story, verdict
 from diloco_jax.tools.view.times import KINDS, IslandTimes, RoundTimes
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.session.calls import ask_status
@@ -195,8 +196,9 @@ class RunFeed:
             "events": [*self._events],
             "metrics": metrics,
         }
-        curves = self.story.curves(POINTS_SENT)
-        return finite({**self._now(still=still), **facts, "curves": curves, "logs": self.logs(), **self._about()})
+        return finite(
+            {**self._now(still=still), **facts, "curves": self._curves(), "logs": self.logs(), **self._about()}
+        )
 
     def news(self) -> dict[str, Any]:
         """Return the changes since the last news."""
@@ -204,8 +206,11 @@ class RunFeed:
         self._new_events, self.fresh = [], self.fresh and self._behind
         if self._looks % CURVES_EVERY == 0 and self.story.end_s != self._drawn_s:
             self._drawn_s = self.story.end_s
-            told |= {"curves": self.story.curves(POINTS_SENT), "logs": self.logs()}
+            told |= {"curves": self._curves(), "logs": self.logs()}
         return finite(told)
+
+    def _curves(self) -> dict[str, Any]:
+        return {**self.story.curves(POINTS_SENT), "trained": self._times.trained(METRIC_POINTS)}
 
     def _now(self, *, still: bool = False) -> dict[str, Any]:
         story, status = self.story, self._status

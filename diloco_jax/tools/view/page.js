@@ -40,6 +40,8 @@ function si(value, unit = '') {
   const digits = value === 0 || (n === 0 && Number.isInteger(value)) ? value.toFixed(0) : value.toPrecision(3);
   return digits + (unit ? ' ' : '') + ['', 'k', 'M', 'G', 'T', 'P'][n] + unit;
 }
+// A round number of an axis.
+const short = value => si(value).replace(/(\.\d*?)0+(?=\D?$)/, '$1').replace(/\.(?=\D?$)/, '');
 const share = value => known(value) ? (100 * value).toFixed(value > 0.9995 || value === 0 ? 0 : 1) + ' %' : none;
 function time(seconds) {
   if (!known(seconds)) return none;
@@ -99,16 +101,18 @@ const SHOWN = {gone: 'disconnected'};
 const live = run => !still && ['running', 'starting', 'evaluating'].includes(run.status.state);
 function drawHead(run) {
   const {status, summary} = run, steps = status.global_step ?? summary.global_steps, total = status.total_steps;
-  text($('name'), run.name);
+  const {config, began_unix_s} = run.made || {}, parameters = summary.num_parameters ?? status.num_parameters;
+  // Runs side by side may have one name, but not one folder.
+  const name = runs.length < 2 && config || run.name;
+  text($('name'), name);
   text($('state'), status.state || (run.read < 1 ? 'reading' : 'no status'));
   $('state').className = 'chip ' + (STATES[status.state] || (run.read < 1 ? 'is-new' : 'is-bad'));
-  document.title = run.name + ': ' + (status.state || '') + (total ? ' ' + Math.floor(100 * steps / total) + ' %' : '');
+  document.title = name + ': ' + (status.state || '') + (total ? ' ' + Math.floor(100 * steps / total) + ' %' : '');
   $('progress').value = total ? Math.min(1, steps / total) : 0;
   const left = status.state === 'running' && known(status.left_s) ? ', about ' + time(status.left_s) + ' left' : '';
   const read = run.read < 1 ? ', reading its records: ' + share(run.read) : '';
   const partial = still && !summary.complete ? '. Not complete: the numbers are those up to the last record' : '';
-  const {config, began_unix_s} = run.made || {}, parameters = summary.num_parameters ?? status.num_parameters;
-  text($('origin'), [config ? 'config ' + config : '', known(parameters) ? si(parameters) + ' parameters' : '',
+  text($('origin'), [run.name === name ? '' : 'folder ' + run.name, config && config !== name ? 'config ' + config : '', known(parameters) ? si(parameters) + ' parameters' : '',
     known(began_unix_s) ? 'started ' + date(began_unix_s) : ''].filter(Boolean).join(', '));
   text($('facts'), `step ${steps}${total ? ' of ' + total : ''}, ${time(status.wall_s ?? summary.wall_s)}${left}${read}${partial}`);
   if (still) text($('link'), 'a report' + (known(run.written_unix_s) ? ', written ' + date(run.written_unix_s) : ''));
@@ -229,11 +233,16 @@ function lanes(rounds, now) {
     return lane;
   });
 }
+// The label of a round time on an axis.
+const tick = t => t < 60 ? +t.toFixed(1) + ' s' : t < 3600 && t % 60 === 0 ? t / 60 + ' min'
+  : t < 86400 && t % 3600 === 0 ? t / 3600 + ' h' : time(t);
 const nice = (from, most) => [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400, 604800].find(step => from / step <= most) || from;
 // The last broadcasts of a run wait for the final evaluation, so the timeline of a run without rounds to come ends soon
 // after its last merge.
 const tail = (last, run) => known(last.merged_s) ? last.merged_s + (run.round_s || 1) : Infinity;
 const merging = run => live(run) && run.status.state !== 'evaluating';
+// Kinds of events that charts over time mark.
+const MARKED = ['left', 'disconnected', 'joined', 'silent', 'restarted', 'expelled'];
 const SINCE = 'time since the start of the run';
 // The part of the timeline that moves.
 let scene = null;
@@ -251,7 +260,7 @@ function drawRounds(run) {
   const row = count > 12 ? 14 : 22, height = count * row, x = t => (t - right + seconds) / seconds * width;
   const moving = s('g');
   for (let t = Math.max(0, Math.ceil((right - seconds) / nice(seconds, width / 90))) * nice(seconds, width / 90); t < right + seconds / 20; t += nice(seconds, width / 90)) {
-    const label = t < 60 ? +t.toFixed(1) + ' s' : time(t);
+    const label = tick(t);
     moving.append(s('path', {class: 'grid', d: `M${x(t)} 0V${height}`}));
     // A text that does not move into view would stay cut off.
     if (merging(run) || x(t) + 3 + 6.5 * label.length <= width) moving.append(s('text', {x: x(t) + 3, y: height + 14}, label));
@@ -276,7 +285,7 @@ function drawRounds(run) {
     moving.append(group);
   });
   for (const event of run.events) {
-    if (!['left', 'disconnected', 'joined', 'silent', 'restarted', 'expelled'].includes(event.kind) || event.t < right - seconds || event.t > right) continue;
+    if (!MARKED.includes(event.kind) || event.t < right - seconds || event.t > right) continue;
     moving.append(s('path', {class: 'mark' + (event.kind === 'joined' ? ' good' : ''), d: `M${x(event.t)} 0V${height}`},
       s('title', {}, `${event.who.join(', ')} ${event.kind}`)));
   }
@@ -319,7 +328,7 @@ function drawStrip(run) {
     const end = Math.max(run.end_s, cells[cells.length - 1][1]) || 1, x = t => left + t / end * (width - left), step = nice(end, width / 90);
     const words = names.map(name => `${name} in ${share(members[name].reduce((a, b) => a + b) / cells.reduce((a, cell) => a + cell[2], 0))}`);
     const drawing = s('svg', {width, height: height + 34, viewBox: `0 0 ${width} ${height + 34}`, role: 'img', 'aria-label': 'Rounds and their members: ' + words.join(', ')});
-    for (let t = 0; t <= end * 0.93; t += step) drawing.append(s('text', {x: x(t), y: height + 14}, t ? time(t) : '0'));
+    for (let t = 0; t <= end * 0.93; t += step) drawing.append(s('text', {x: x(t), y: height + 14}, tick(t)));
     drawing.append(s('text', {class: 'axis-title', x: (left + width) / 2, y: height + 29, 'text-anchor': 'middle'}, SINCE));
     names.forEach((name, index) => {
       drawing.append(s('text', {class: 'row-name', x: 0, y: (index + 0.75) * row}, name.length > 14 ? name.slice(0, 13) + '…' : name),
@@ -329,7 +338,7 @@ function drawStrip(run) {
         if (hits) drawing.append(s('rect', {class: 'cell', x: x(from), y: index * row + 1, width: Math.max(1, x(cells[at][1]) - x(from)), height: row - 2, opacity: 0.12 + 0.88 * hits / cells[at][2]}));
       });
       for (const event of run.events) {
-        if (['left', 'disconnected', 'joined', 'silent', 'expelled'].includes(event.kind) && event.who.includes(name)) {
+        if (MARKED.includes(event.kind) && event.who.includes(name)) {
           drawing.append(s('path', {class: 'mark' + (event.kind === 'joined' ? ' good' : ''), d: `M${x(event.t)} ${index * row}v${row}`}, s('title', {}, `${name} ${event.kind}: ${event.reason}`)));
         }
       }
@@ -348,26 +357,59 @@ function rangeOf(points, settles) {
   if (settles) high = Math.min(high, top + Math.max(top - Math.min(...late), 0.02 * Math.abs(top)));
   return low === high ? [low - Math.abs(low) / 2, high + (Math.abs(high) / 2 || 1)] : [low, high];
 }
-function chart(place, legend, lines, xForm, {label, xTitle, yTitle, settles = false}) {
+// The mean of all lines and its surroundings: each point has the values within a fortieth of the axis.
+function smoothed(lines) {
+  const points = lines.flatMap(line => line.points).filter(point => known(point[1])).sort((a, b) => a[0] - b[0]);
+  if (!points.length) return [];
+  const [first, last] = [points[0][0], points[points.length - 1][0]], near = (last - first) / 40, found = [];
+  let from = 0, to = 0, sum = 0;
+  for (let n = 0; n <= 160; n++) {
+    const at = first + (last - first) * n / 160;
+    for (; to < points.length && points[to][0] <= at + near; to++) sum += points[to][1];
+    for (; points[from][0] < at - near; from++) sum -= points[from][1];
+    if (to > from) found.push([at, sum / (to - from)]);
+  }
+  return found;
+}
+// How fast a column of totals grows, over the growth of another one, in about 60 intervals.
+function growth(points, top, over = 0) {
+  const found = [], end = points[points.length - 1], apart = end ? (end[0] - points[0][0]) / 60 : 0;
+  let before = points[0], previous = before, due = apart + (before ? before[0] : 0);
+  for (const point of points.slice(1)) {
+    // Without a syncer nobody counts. What islands did meanwhile arrives a little after the gap.
+    if (point[0] - previous[0] > apart) due = point[0] + apart;
+    previous = point;
+    if (point[0] < due && point !== end || point[over] <= before[over]) continue;
+    found.push([(before[0] + point[0]) / 2, Math.max(0, point[top] - before[top]) / (point[over] - before[over])]);
+    before = point;
+    due = point[0] + apart;
+  }
+  return found;
+}
+function chart(place, legend, lines, xForm, {label, xTitle, yTitle, settles = false, marks = [], low: floor, yForm = null}) {
   const all = lines.flatMap(line => line.points).filter(point => known(point[1]));
   once(legend, lines.map(line => [line.name, line.style]), () => fill(legend, ...lines.map(line =>
     h('li', {}, h('i', {class: line.style}), line.name))));
-  const width = Math.max(240, place.clientWidth), height = Math.min(370, Math.max(230, width * 0.45)), left = 46, top = 24, bottom = height - 38;
+  const width = Math.max(240, place.clientWidth), height = Math.min(420, Math.max(230, width * 0.45)), left = 46, top = 24, bottom = height - 38;
   if (!all.length) return fill(place, h('p', {class: 'soft'}, 'Nothing yet.'));
   const xs = all.map(point => point[0]), most = Math.max(...all.map(point => point[1]));
   let [low, high] = rangeOf(all, settles);
+  low = Math.min(low, floor ?? low);
   const [first, last] = [Math.min(...xs), Math.max(...xs)], step = nice10((high - low || 1) / 5);
   [low, high] = [Math.floor(low / step) * step, Math.ceil(high / step) * step];
   const x = t => left + (t - first) / (last - first || 1) * (width - left - 8), y = value => bottom - (value - low) / (high - low || 1) * (bottom - top);
   const drawing = s('svg', {width, height, viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': label + ': ' + lines.map(line =>
     `${line.name} ${line.points.length ? line.points[line.points.length - 1][1].toPrecision(4) : 'none'}`).join(', ')});
   for (let value = low; value <= high + step / 2; value += step) {
-    drawing.append(s('path', {class: 'grid', d: `M${left} ${y(value)}H${width}`}), s('text', {x: left - 6, y: y(value) + 4, 'text-anchor': 'end'}, Math.abs(value) >= 1e4 ? si(value) : +value.toPrecision(4)));
+    drawing.append(s('path', {class: 'grid', d: `M${left} ${y(value)}H${width}`}), s('text', {x: left - 6, y: y(value) + 4, 'text-anchor': 'end'}, yForm ? yForm(value) : Math.abs(value) >= 1e4 ? short(value) : +value.toPrecision(4)));
   }
-  const ticks = Math.max(2, Math.floor(width / 130));
-  for (let n = 0; n <= ticks; n++) {
-    const t = first + (last - first) * n / ticks;
-    drawing.append(s('text', {x: x(t), y: bottom + 16, 'text-anchor': n === 0 ? 'start' : n === ticks ? 'end' : 'middle'}, xForm(t)));
+  const ticks = Math.max(2, Math.floor(width / 90)), apart = xForm === tick ? nice(last - first || 1, ticks) : nice10((last - first || 1) / ticks);
+  for (let t = Math.ceil(first / apart) * apart, free = 0; t <= last; t += apart) {
+    const words = xForm(t), long = 6.5 * words.length, from = Math.min(Math.max(x(t) - long / 2, left - 10), width - long);
+    drawing.append(s('path', {class: 'grid', d: `M${x(t)} ${bottom}v4`}));
+    if (from < free) continue;
+    drawing.append(s('text', {x: from, y: bottom + 16}, words));
+    free = from + long + 8;
   }
   const title = (at, words) => drawing.append(s('text', {class: 'axis-title', ...at}, words));
   title({x: (left + width) / 2, y: height - 5, 'text-anchor': 'middle'}, xTitle);
@@ -376,6 +418,10 @@ function chart(place, legend, lines, xForm, {label, xTitle, yTitle, settles = fa
   // It cuts lines at the edges of the axes; a margin is for whole dots.
   const frame = {x: left - 5, y: top - 2, width: width - left + 5, height: bottom - top + 8};
   const inside = s('svg', {...frame, viewBox: Object.values(frame).join(' ')});
+  for (const event of marks) {
+    if (event.t > first && event.t < last) inside.append(s('path', {class: 'mark' + (event.kind === 'joined' ? ' good' : ''),
+      d: `M${x(event.t).toFixed(1)} ${top}V${bottom}`}, s('title', {}, `${event.who.join(', ')} ${event.kind} after ${time(event.t)}`)));
+  }
   for (const line of lines) {
     const points = line.points.filter(point => known(point[1])).map(point => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`);
     inside.append(s('polyline', {class: 'line ' + line.style, points: points.join(' ')}));
@@ -398,9 +444,25 @@ function drawLoss(run) {
   const islands = metric === 'loss' ? run.curves.loss : run.metrics[metric], by = metric === 'loss' ? lossBy : 0;
   const lines = Object.entries(islands).sort((a, b) => a[0].length - b[0].length || (a[0] < b[0] ? -1 : 1)).map(([name, points], index) =>
     ({name, style: colour(index), points: points.map(point => [point[by], point[metric === 'loss' ? 2 : 1]])}));
-  if (metric === 'loss' && run.curves.evals.length) lines.push({name: 'global model', style: 'main', dots: true, points: run.curves.evals.map(point => [point[by], point[2]])});
-  chart($('loss'), $('loss-legend'), lines, by ? si : time, {label: metric, xTitle: by ? 'tokens of all islands' : SINCE,
-    yTitle: metric.replaceAll('_', ' '), settles: metric === 'loss' && !lossRange});
+  const mean = smoothed(lines);
+  for (const line of lines) line.style += ' pale';
+  if (mean.length) lines.push({name: 'mean of the islands, smoothed', style: 'main', points: mean});
+  if (metric === 'loss' && run.curves.evals.length) lines.push({name: 'global model', style: 'main dashed', dots: true, points: run.curves.evals.map(point => [point[by], point[2]])});
+  chart($('loss'), $('loss-legend'), lines, by ? short : tick, {label: metric, xTitle: by ? 'tokens of all islands' : SINCE,
+    marks: by ? [] : run.events.filter(event => MARKED.includes(event.kind)), yTitle: metric.replaceAll('_', ' '), settles: metric === 'loss' && !lossRange});
+}
+function drawPace(run) {
+  const {totals, trained} = run.curves, one = (name, points, style = 'k0') => ({name, style, points});
+  // Marks and axes are those of the losses, so that all charts show the same time.
+  const about = {xTitle: SINCE, low: 0, marks: run.events.filter(event => MARKED.includes(event.kind))};
+  $('pace').hidden = totals.length < 2;
+  if ($('pace').hidden) return;
+  chart($('trained'), $('trained-legend'), [one('goodput', growth(trained, 1, 2).map(([t, part]) => [t, Math.min(1, part)]), 'k2')], tick,
+    {...about, label: 'Goodput', yTitle: 'share of island-seconds', yForm: value => Math.round(100 * value) + ' %'});
+  chart($('speed'), $('speed-legend'), [one('tokens/s of all islands', growth(totals, 1))], tick,
+    {...about, label: 'Tokens per second', yTitle: 'tokens/s', yForm: short});
+  chart($('traffic'), $('traffic-legend'), [one('up', growth(totals, 2)), one('down', growth(totals, 3), 'k1')], tick,
+    {...about, label: 'Bytes per second', yTitle: 'bytes/s of all islands', yForm: short});
 }
 // Reads the metrics again, because news do not have them.
 async function refresh() {
@@ -481,7 +543,7 @@ function drawRuns() {
   chart($('runs-chart'), $('runs-legend'), runs.map((run, index) => {
     const evals = run.curves.evals, points = evals.length > 1 ? evals : Object.values(run.curves.loss)[0] || [];
     return {name: run.name + (evals.length > 1 ? '' : ' (training)'), style: colour(index), points: points.map(point => [point[1], point[2]])};
-  }), si, {label: 'Loss over tokens', xTitle: 'tokens of all islands', yTitle: 'loss', settles: true});
+  }), short, {label: 'Loss over tokens', xTitle: 'tokens of all islands', yTitle: 'loss', settles: true});
 }
 
 function drawMade(run) {
@@ -532,7 +594,8 @@ function drawLogs(run) {
 function draw() {
   const run = runs[shown];
   if (!run) return;
-  for (const part of [drawHead, drawAlarms, drawFigures, drawRuns, drawIslands, drawRounds, drawStrip, drawLoss, drawUses, drawLinks, drawSamples, drawSample, drawEvents, drawLogs, drawMade, drawSettings]) part(run);
+  document.querySelector('main').classList.toggle('empty', !run.end_s);
+  for (const part of [drawHead, drawAlarms, drawFigures, drawRuns, drawLoss, drawPace, drawIslands, drawRounds, drawStrip, drawUses, drawLinks, drawSamples, drawSample, drawEvents, drawLogs, drawMade, drawSettings]) part(run);
 }
 document.querySelector('.skip').addEventListener('click', event => { event.preventDefault(); $('islands').focus(); });
 document.querySelectorAll('details').forEach(each => each.addEventListener('toggle', draw));

@@ -1,7 +1,7 @@
 """The story of a run, counted from its records one after the other, in memory that does not grow with the run."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -10,50 +10,14 @@ from diloco_jax.protocol.watch.stats import participation, step_overhead
 from diloco_jax.runtime.figures.forms import format_count, format_duration
 from diloco_jax.runtime.records.liveness import ENDED
 from diloco_jax.runtime.records.thinning import merged_counts, stands_for
+from diloco_jax.tools.view.curve import POINTS_KEPT, Curve, few
 
-# Points that are kept of a curve that is shown as means, and of other curves.
+# Points that are kept of a curve that is shown as means.
 STEPS_KEPT = 20_000
-POINTS_KEPT = 500
 # Newest records of bytes moved, two per second, that give the present rate.
 RATE_WORDS = 150
 # Groups of rounds.
 STRETCHES_MAX = 120
-
-
-def few(points: Sequence[Sequence[float]], most: int) -> list[list[float]]:
-    """Return a curve as the means of at most so many groups of successive points."""
-    size = max(1, -(-len(points) // most))
-    groups = [points[start : start + size] for start in range(0, len(points), size)]
-    return [[float(f"{sum(column) / len(group):.5g}") for column in zip(*group, strict=True)] for group in groups]
-
-
-class Curve:
-    """A curve that keeps at most `most` points at equal distances, and the newest."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._kept: list[tuple[float, ...]] = []
-        self._at: list[int] = []
-        self._every = 1
-        self._seen = 0
-        self.last: tuple[float, ...] | None = None
-
-    def add(self, *point: float, count: int = 1) -> None:
-        """Take the next point, which stands for `count` points; all kept points are equally far apart."""
-        self._every = max(self._every, count)
-        if not self._at or self._seen >= self._at[-1] + self._every:
-            self._kept.append(point)
-            self._at.append(self._seen)
-            if len(self._kept) > self._most:
-                del self._kept[1::2], self._at[1::2]
-                self._every *= 2
-        self._seen += count
-        self.last = point
-
-    @property
-    def points(self) -> list[tuple[float, ...]]:
-        """Return the points, the oldest first."""
-        return self._kept if not self._kept or self._kept[-1] == self.last else [*self._kept, self.last or ()]
 
 
 @dataclass(slots=True)
@@ -112,6 +76,7 @@ class Story:
     Attributes:
         rounds: merged rounds.
         wire: times with bytes moved up and down.
+        totals: times with tokens, and bytes moved up and down, over the whole run.
         evals: times with tokens and loss.
         metrics: curves of time and value, by metric and island.
         scores: numbers of the newest evaluation.
@@ -122,6 +87,7 @@ class Story:
     stretches: list[Stretch] = field(default_factory=list)
     rounds: int = 0
     wire: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=RATE_WORDS))
+    totals: Curve = field(default_factory=lambda: Curve(POINTS_KEPT))
     evals: Curve = field(default_factory=lambda: Curve(POINTS_KEPT))
     metrics: dict[str, dict[str, Curve]] = field(default_factory=dict)
     bits_per_byte: float | None = None
@@ -155,6 +121,7 @@ class Story:
             self.made = {"versions": record["versions"], "host": record["host"]}
         elif kind == "wire":
             self.wire.append((t, record["up_bytes"], record["down_bytes"]))
+            self.totals.add(t, self.tokens, record["up_bytes"], record["down_bytes"], count=stands_for(record))
         elif kind == "eval" and record["loss"] is not None:
             self.evals.add(t, record["tokens"], record["loss"])
             self.bits_per_byte, self.scores = record["bits_per_byte"], record.get("scores", {})
@@ -215,7 +182,7 @@ class Story:
         return summary
 
     def curves(self, most: int) -> dict[str, Any]:
-        """Return losses (time, tokens of all learners, loss), evaluations, and the rounds of each island."""
+        """Return losses (time, tokens of all learners, loss), evaluations, totals, and the rounds of each island."""
         names = list(self.counted()["learners"])
         steps = {name: self.tracks[name].steps.points for name in names}
         cells = [[each.begin_s, each.end_s, each.rounds] for each in self.stretches]
@@ -223,6 +190,7 @@ class Story:
         return {
             "loss": {name: few(points, most) for name, points in steps.items() if points},
             "evals": few(self.evals.points, most),
+            "totals": few(self.totals.points, most),
             "cells": cells,
             "members": members,
         }

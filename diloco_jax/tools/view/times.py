@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_jax.protocol.watch.terms import WAITING
+from diloco_jax.runtime.records.thinning import stands_for
+from diloco_jax.tools.view.curve import POINTS_KEPT, Curve, few
 
 ROUNDS_KEPT = 240
 # Number of newest rounds that give the time per round.
@@ -53,6 +55,8 @@ class IslandTimes:
         self._began_s: float | None = None
         self._end_s = 0.0
         self._finished = False
+        # Times with the seconds of training, and of all islands, since the first step.
+        self._trained = Curve(POINTS_KEPT)
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Count the next record of the run."""
@@ -65,6 +69,10 @@ class IslandTimes:
             self._step(record)
         elif kind == "metrics":
             self._waited(self._island(record["learner"]), record["values"].get(WAITING) or 0.0)
+        elif kind == "wire" and self._began_s is not None:
+            trained_s = sum(island.used[TRAINING] for island in self._islands.values())
+            all_s = len(self._names | self._islands.keys()) * (t - self._began_s)
+            self._trained.add(t, trained_s, all_s, count=stands_for(record))
         elif kind in ("joined", "back", "left", "disconnected", "silent"):
             for name in record["members"]:
                 island = self._island(name)
@@ -107,6 +115,10 @@ class IslandTimes:
         island.used[TRAINING] -= moved_s
         island.used[DATA] += moved_s
         island.told_s = busy_s
+
+    def trained(self, most: int) -> list[list[float]]:
+        """Return the seconds of training and of all islands over time, in at most so many points."""
+        return few(self._trained.points, most)
 
     def as_dict(self, wall_s: float | None = None, goodput: float | None = None) -> dict[str, Any]:
         """Return the seconds from the first step to the end of the run, if it is known, and their uses by island.

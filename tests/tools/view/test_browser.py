@@ -66,6 +66,22 @@ def test_a_run_is_shown_and_what_happens_to_it(browser: Browser, tmp_path: Path)
         shows(browser, "#log", "<b>last line</b>")
 
 
+def test_a_run_without_records_is_no_skeleton_of_headings(browser: Browser, tmp_path: Path) -> None:
+    folder = tmp_path / "late"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("name: mine\n")
+    with served(folder) as server:
+        browser.size(1280, 900)
+        browser.open(server.url)
+        shows(browser, "h1", "mine")
+        heads = "[...document.querySelectorAll('h2')].filter(e => e.offsetParent).length"
+        assert browser.run("document.querySelector('main').innerText.trim()") == "waiting for the first record"
+        assert browser.run(heads) == 0
+        append(folder, step("a", 1.0, 1, 10))
+        browser.until(f"{heads} > 5")
+        assert "waiting for the first" not in browser.run("document.querySelector('main').innerText")
+
+
 def test_the_keyboard_reaches_everything(browser: Browser, tmp_path: Path) -> None:
     folder = made_run(tmp_path / "run")
     append(folder, *one_round(2, 7.0))

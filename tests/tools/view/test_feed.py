@@ -27,7 +27,9 @@ def test_the_whole_says_what_the_records_say(tmp_path: Path) -> None:
     assert [(event["kind"], event["who"]) for event in told["events"]] == [("joined", ["a"]), ("joined", ["b"])]
     loss = {"a": [[2.0, 10, 3.0], [4.5, 30, 2.5]], "b": [[3.0, 20, 3.5]]}
     rounds = {"cells": [[4.5, 4.5, 1]], "members": {"a": [1], "b": [0]}}
-    assert told["curves"] == {"loss": loss, "evals": [], **rounds}
+    # Tokens and bytes; seconds of training and of both islands since the first step began.
+    growth = {"totals": [[1.6, 0, 0, 0], [4.6, 30, 300, 600]], "trained": [[4.6, 3.0, 7.2]]}
+    assert told["curves"] == {"loss": loss, "evals": [], **rounds, **growth}
     assert told["status"]["state"] == "running" and told["summary"]["samples"] == FATES
     assert told["summary"]["wire"] == {"up_bytes": 300, "down_bytes": 600} and told["logs"] == ["a", "syncer"]
     assert told["rate"] == pytest.approx({"up_per_s": 100.0, "down_per_s": 200.0}) and told["alarms"] == []

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_jax.tools.view.curve import Curve, few
 from diloco_jax.tools.view.feed import RunFeed
 from diloco_jax.tools.view.page import write_report
-from diloco_jax.tools.view.story import STRETCHES_MAX, Curve, Story, against, few
+from diloco_jax.tools.view.story import STRETCHES_MAX, Story, against
 from tests.tools.view.browser import CHROMIUM, Browser
 from tests.tools.view.made import append, joined, lost, made_run, note, one_round, step, wire
 
@@ -173,6 +174,25 @@ def test_a_curve_keeps_its_ends_and_is_even() -> None:
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium here: install Debian's package chromium")
+def test_growth_is_even_after_a_gap_and_means_are_of_all_islands(tmp_path: Path) -> None:
+    """Without a syncer nobody counts, and what islands did meanwhile arrives when it is back."""
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open(write_report(made_run(tmp_path / "run")).as_uri())
+        browser.until("document.querySelector('#link').innerText.startsWith('a report')")
+        points = [[t, 100 * (t if t <= 30 or t > 41 else 30)] for t in (*range(31), *range(40, 121))]
+        rates = [rate for _, rate in browser.run(f"growth({points}, 1)")]
+        assert max(rates) < 101 and min(rates) > 80, rates
+        lines = [{"points": [[t, value] for t in range(100)]} for value in (1, 3)]
+        means = browser.run(f"smoothed({json.dumps(lines)})")
+        assert {mean for _, mean in means} == {2} and (means[0][0], means[-1][0]) == (0, 99)
+        assert browser.run("[30, 60, 90, 3600, 5400].map(tick)") == ["30 s", "1 min", "1 min 30 s", "1 h", "1 h 30 min"]
+        assert browser.run("[5e4, 6e6, 1.5e6, 20].map(short)") == ["50k", "6M", "1.5M", "20"]
+    finally:
+        browser.close()
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium here: install Debian's package chromium")
 def test_a_browser_shows_it_without_a_server(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "run")
     metrics = {"kind": "metrics", "t": 4.0, "global_step": 1, "learner": "a", "values": {"grad_norm": 0.5}}
@@ -191,6 +211,22 @@ def test_a_browser_shows_it_without_a_server(tmp_path: Path) -> None:
         assert browser.run("document.querySelectorAll('.drain').length") == 0
         titles = browser.run("[...document.querySelectorAll('#loss .axis-title')].map(e => e.textContent)")
         assert titles[:2] == ["time since the start of the run", "loss"]
+        # The loss comes before the tables, and shows when island b was lost and came back.
+        heads = browser.run("[...document.querySelectorAll('main h2')].map(e => e.textContent)")
+        assert (
+            heads.index("Loss and other metrics") < heads.index("Islands") and "Goodput, speed and traffic" in heads[3]
+        )
+        append(folder, step("a", 9.0, 3, 30), wire(9.5, 1, 900, 600))
+        browser.open(write_report(folder).as_uri())
+        marked = "[...document.querySelectorAll('#loss .mark title')].map(e => e.textContent)"
+        assert browser.until(f"({marked}).length && {marked}") == [
+            "b disconnected after 6.00 s",
+            "b joined after 7.50 s",
+        ]
+        names = browser.run("[...document.querySelectorAll('#loss-legend li')].map(e => e.textContent)")
+        assert names == ["a", "b", "mean of the islands, smoothed"]
+        shown = "document.querySelectorAll('#trained polyline, #speed polyline, #traffic polyline').length"
+        assert browser.run(shown) == 4, "goodput, tokens/s, bytes up and down"
         assert browser.run("document.documentElement.scrollWidth") <= 360
         assert browser.problems == []
     finally:
@@ -218,6 +254,8 @@ def test_axes_show_the_end_of_a_run_and_printing_shows_all_events(tmp_path: Path
         assert "values up to 8 are above the axis" in browser.run("document.querySelector('#loss').textContent")
         browser.run("document.querySelector('#loss-range input[value=\"1\"]').click()")
         assert "above the axis" not in browser.run("document.querySelector('#loss').textContent")
+        texts = browser.run("[...document.querySelectorAll('#loss svg > text')].map(e => e.textContent)")
+        assert {"30 s", "1 min", "1 min 30 s", "2 min"} <= {*texts}, "round times"
         # The window of rounds ends soon after the last merge, and the last broadcast is cut there.
         ends = browser.run("[...document.querySelectorAll('#timeline .ph4')].map(e => +e.getAttribute('x'))")
         width = browser.run("document.querySelector('#timeline').clientWidth")
