@@ -95,7 +95,7 @@ def from_hf(config: Mapping[str, Any], images: bool = False) -> ModelConfig:
 
 
 def _check_activation(c: DecoderConfig) -> None:
-    """Refuse an activation with which our decoder and transformers compute something else, or that only we have."""
+    """Refuse an activation that transformers lacks, or that makes another model in transformers."""
     if c.activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"model.args.activation is {c.activation!r}, which transformers does not have; use {known}")
