@@ -319,7 +319,7 @@ def texts(ground: Ground, seen: Findings) -> None:
         evil.say(m.Score("evil", 1, 1, 1, (0, 0), 2.0, 1.0, 1, scores, 0.1, dirty))
         time.sleep(1.0)
         evil.say(m.Leave("evil", 1, dirty))
-        wait_until(lambda: "evil left" in site.log.read_text(errors="replace"), "the goodbye in the log")
+        wait_until(lambda: "evil disconnected" in site.log.read_text(errors="replace"), "its goodbye in the log")
         time.sleep(1.5)
         log_is_clean(site.log, seen)
         told = [text for text in _strings(site.status()) if CONTROL.search(text)]
