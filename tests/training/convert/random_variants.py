@@ -1,4 +1,4 @@
-"""Folders of public families with drawn configurations, in which every kind of layer of a family occurs.
+"""Folders of public families with drawn configurations. Every kind of layer of a family occurs in them.
 
 Sizes, key heads, windows, rotary settings, biases, activations, ties, patterns, experts and the type of the files are
 drawn independently, so that combinations are tried which nobody thought of.
