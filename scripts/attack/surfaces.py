@@ -16,7 +16,7 @@ import numpy as np
 
 from attack.hostile import USUAL_ROUNDS, aftermath, rounds_go_on
 from attack.owing import KEPT_MIN, rounds_per_s
-from attack.runs import BEGIN_S, completes, training, under_way
+from attack.runs import BEGIN_S, SMALL, completes, training, under_way
 from attack.site import comes_true, syncer, wait_until
 from attack.table import CATALOGUE, Findings, Ground
 from diloco_jax.tools.chaos.relay import Relay
@@ -30,6 +30,8 @@ MERGED_WITHIN_S = 60.0
 PARTITION_S = 300.0
 FOLLOWERS, FOLLOWER_KILLS = 3, 3
 HOST_KILLS, HOST_STOP_S = 3, 8.0
+# The run is not complete before the last return; its end has steps without a pause.
+HOSTS_STEPS = 1500
 TWO_HOSTS: dict[str, Any] = {"devices": 2, "hosts": 2, "mesh": {"fsdp": 2}, "restart_delay_s": 0.1}
 
 
@@ -168,7 +170,8 @@ def _hosts(name: str, expected: str, about: str, harm: Callable[[Ground, list[in
     """Add an attack on the second host of island-0, which is harmed several times while the run trains."""
 
     def attack(ground: Ground, seen: Findings) -> None:
-        with training(ground.folder, islands=TWO_HOSTS) as (place, supervisor):
+        longer = {**SMALL["train"], "steps": HOSTS_STEPS}
+        with training(ground.folder, islands=TWO_HOSTS, train=longer) as (place, supervisor):
             under_way(place, supervisor)
             for _ in range(HOST_KILLS):
                 joined = notes(place.run_dir, "joined", "island-0")
