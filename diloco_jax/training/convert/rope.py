@@ -44,6 +44,11 @@ def read_rope(keys: Mapping[str, Any], family: Family, name: str) -> tuple[dict[
     usual = keys.get("rope_full", {"rope_type": "default"}) if not new else {"rope_type": "default"}
     full = _checked({**usual, **(new.get(FULL) or {}), **old}, family, name)
     local.setdefault("rope_theta", keys["rope_local_base_freq"])
+    if not (full.get("truncate", True) and local.get("truncate", True)):
+        raise ValueError(
+            f"config.json of {name}: yarn's truncate is false in {FULL} or {SLIDING}, where transformers does not read "
+            "it; remove it for the model that transformers computes"
+        )
     return _arguments(full, keys, family, name), _arguments(local, keys, family, name)
 
 

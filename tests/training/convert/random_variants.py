@@ -1,4 +1,4 @@
-"""Folders of public families with drawn configurations. Every kind of layer of a family occurs in them.
+"""Folders of public families with drawn configurations, each with every kind of layer that its family has.
 
 Sizes, key heads, windows, rotary settings, biases, activations, ties, patterns, experts and the type of the files are
 drawn independently, so that combinations are tried which nobody thought of.
@@ -209,6 +209,8 @@ def _rope(draw: Draw, family: str, head_dim: int) -> dict[str, Any]:
         scaled = _scaled(draw, int(head_dim * share), ("default", "yarn", "longrope"))
         return {"rope_parameters": scaled | {"partial_rotary_factor": share}}
     found = _scaled(draw, head_dim, scalings)
+    if found["rope_type"] == "yarn":
+        found["truncate"] = draw.flag()
     if family == "ministral3":
         found |= {"llama_4_scaling_beta": draw.between(0, 0.6)}
         found.setdefault("original_max_position_embeddings", draw.pick(50, 256))
@@ -227,7 +229,6 @@ def _scaled(draw: Draw, rotated: int, scalings: tuple[str, ...]) -> dict[str, An
     if kind == "yarn":
         found |= factor | length
         found |= draw.pick({}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"attention_factor": draw.between(0.8, 1.3)})
-        found |= draw.pick({}, {"truncate": False})
     if kind == "longrope":
         short = [draw.between(1, 2) for _ in range(rotated // 2)]
         found |= length | {"short_factor": short, "long_factor": [draw.between(2, 9) for _ in short]}

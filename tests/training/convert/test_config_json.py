@@ -88,6 +88,7 @@ def check_sentence(config: dict[str, Any]) -> None:
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 SLIDING, FULL = "sliding_attention", "full_attention"
+UNCUT = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "truncate": False}
 TWO_LONGROPES = {
     "rope_parameters": {
         kind: {"rope_type": "longrope", "original_max_position_embeddings": 64, "short_factor": [each] * 4,
@@ -147,6 +148,8 @@ def test_what_is_read_can_be_written_again(name: str, changes: dict[str, Any], f
         ("gemma2", {"tie_word_embeddings": None}, "lacks 'tie_word_embeddings', or has null for it; copy it again"),
         ("gemma3_text", {"rope_parameters": LINEAR}, "rope_parameters has factor, rope_type for all layers, where"),
         ("olmo3", {"rope_parameters": {"rope_theta": 1e4, FULL: LINEAR}}, "rope_parameters has rope_theta for all"),
+        ("olmo3", {"rope_parameters": {SLIDING: UNCUT}}, "yarn's truncate is false in full_attention or sliding_atten"),
+        ("gemma3_text", {"rope_scaling": UNCUT}, "truncate is false in full_attention or sliding_attention, where"),
     ],
 )
 def test_a_refusal_names_what_is_wrong(name: str, changes: dict[str, Any], words: str) -> None:
