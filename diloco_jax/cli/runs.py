@@ -214,7 +214,7 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
         late_s = 0.0 if PARENT_ENV in os.environ else LATE_S
         with ended_at_once(last_act):
             run = SyncerRun(config, run_dir, stop, model, rewind=rewind, late_s=late_s)
-        summary = run.run()
+        summary = run.run(last_act)
     finally:
         if page is not None:
             page.terminate()

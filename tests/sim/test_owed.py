@@ -52,6 +52,13 @@ def test_answers_that_come_before_their_pulls_are_repeated_hold_nobody_up(late_s
     assert faulty.syncer.merged_rounds >= 0.9 * healthy.syncer.merged_rounds
 
 
+def test_an_answer_that_holds_nobody_up_is_in_time() -> None:
+    """With fragments that are due seldom, rounds pass a learner that answers late, and it stays in every third."""
+    healthy, faulty = run(0.5, 24, ""), run(0.5, 24, "late", late_s=1.75)
+    assert faulty.syncer.merged_rounds >= 0.9 * healthy.syncer.merged_rounds
+    assert not faulty.syncer.rounds.owing
+
+
 def test_the_alarm_names_who_does_not_answer() -> None:
     cluster = run(0.05, 8, "mute")
     found = {each.learner_id: each for each in conditions(cluster.syncer, cluster.engine.now_s)}

@@ -136,6 +136,8 @@ class RoundBook:
             for this in self._blocking(fragment_id, full, owed=True):
                 self._give_up(this, f"no value before round {this.global_step} kept the next one waiting", now_s)
             return None
+        for this in self.flying.values():
+            this.blocks_s = None
         self.collecting = self.flying[step] = Round(step, fragment_id, now_s)
         self.fresh = set()
         for member in self.membership.members.values():
@@ -328,7 +330,7 @@ class RoundBook:
         kept = this.global_step if name in this.early else -1
         this.answered(name, now_s)
         base = message.base_version
-        if base in history[fragment_id] and not self._held_up(this, now_s):
+        if base in history[fragment_id] and not self._held_up(this, member, now_s):
             self.owing.pop(name, None)
         else:
             self._owe(name, this)
@@ -493,9 +495,9 @@ class RoundBook:
         before = self.owing.get(name)
         self.owing[name] = before.after(this.global_step) if before else Owed(1, this.global_step)
 
-    def _held_up(self, this: Round, now_s: float) -> bool:
-        """Return whether a round has kept the next one from opening for longer than an answer takes."""
-        step_s = self.membership.median_step_s() or 0.0
+    def _held_up(self, this: Round, member: Member, now_s: float) -> bool:
+        """Return whether a round has kept the next one from opening for longer than this member's answers take."""
+        step_s = max(member.step_s or 0.0, self.membership.median_step_s() or 0.0)
         return this.blocks_s is not None and now_s - this.blocks_s > (ANSWER_STEPS + self.config.wait_steps) * step_s
 
     def waiting_for(self, now_s: float) -> str:

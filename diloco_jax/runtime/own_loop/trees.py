@@ -165,6 +165,8 @@ class LoopState:
         self.forms = self._tensors.forms
         self._opt_tree: Any = jax.tree.structure(opt_state)
         self._key_types = key_types(opt_state)
+        # Whether the kinds of the leaves after a step were compared.
+        self._compared = False
         self._has_keys = any(kind is not None for kind in self._key_types)
         opt_state = self._plain(opt_state)
         check_moments(opt_state)
@@ -194,6 +196,12 @@ class LoopState:
         if (found := jax.tree.structure(opt_state)) != self._opt_tree:
             words = "pass opt_state to both, or to none" if opt_state is None else f"{found}, not {self._opt_tree}"
             raise ValueError(f"{who} got an opt_state of another structure than join() did: {words}")
+        if not self._compared:
+            self._compared = True
+            if key_types(opt_state) != self._key_types:
+                raise ValueError(
+                    f"{who} got other random keys in opt_state than join() did: keep their places and kinds"
+                )
         return TrainState(self._named(leaves, who), self._plain(opt_state))
 
     def _plain(self, opt_state: Any) -> Any:

@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from math import inf
@@ -365,8 +366,11 @@ class SyncerRun:
         self._description = describe_run(config, layout_of(model.shapes, model.kinds))
         self._stats = RunStats(config.islands.names, self._num_parameters, self._machine)
 
-    def run(self) -> dict[str, Any]:
+    def run(self, last_act: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Serve until the last global step or until stopped, and return the summary.
+
+        Args:
+            last_act: is called if a signal ends this process before it has begun or resumed the run.
 
         Raises:
             ValueError: the address is in use or not allowed, the tape belongs to another process, or the folder has
@@ -374,9 +378,9 @@ class SyncerRun:
         """
         # The caller may keep this object, or the error with its frames. An open pulse would then end the process later.
         with closing(self._pulse):
-            return self._run()
+            return self._run(last_act)
 
-    def _run(self) -> dict[str, Any]:
+    def _run(self, last_act: Callable[[], object]) -> dict[str, Any]:
         config, run_dir, stop, machine = self._config, self._run_dir, self._stop, self._machine
         mode = mode_of(run_dir, rewind=self._rewind)
         tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell())
@@ -387,12 +391,14 @@ class SyncerRun:
         watch = Watch(context, earlier, HostAlarms(context, writer), self._pulse, exposed)
         merges = Merges(self._model, self._results.put, Pulse(config.watchdog, "a merge", None))
         listener, ended_s = None, 0.0
-        # What is on the disk by then survives a kill as well.
         preparing = ExitStack()
         try:
-            preparing.enter_context(ended_at_once())
+            preparing.enter_context(ended_at_once(last_act))
             self._pulse.phase("opening its port" if mode == FRESH else "recovering from its folder")
             exposed.open(LISTEN_PATIENCE_S if mode == FAILOVER else 0.0, stop)
+            # A folder with a tape and without a snapshot could not be resumed.
+            if mode == FRESH:
+                preparing.close()
             requests = begin(context, self._initial, mode, clock.now_s())
             tape.flush()
             watch.begins(mode)

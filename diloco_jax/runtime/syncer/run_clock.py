@@ -14,6 +14,8 @@ from diloco_jax.runtime.records.telemetry import write_json
 # What two clocks showed at the run's second 0: the wall clock, and that of the machine since its boot.
 BEGAN, ZERO_WALL, BOOT, ZERO_BOOT = "began_unix_s", "zero_unix_s", "boot", "zero_boot_s"
 PAUSE_MAX_S = 86_400.0
+# Seconds of a million years: a larger number, or none at all, is damage.
+NUMBER_MAX = 3e13
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class RunClock:
                 f"the clocks say that the run had no syncer for {format_duration(now_s - last_s)}; at most "
                 f"{format_duration(PAUSE_MAX_S)} of it count as time of the run"
             )
-        now_s = min(max(now_s, last_s), last_s + PAUSE_MAX_S)
+        now_s = min(max(last_s, now_s), last_s + PAUSE_MAX_S)
         # In seconds since 1970; never changes.
         self.began_unix_s: float = kept.get(BEGAN, wall_s - now_s)
         try:
@@ -59,11 +61,12 @@ class RunClock:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what the file keeps, with numbers where numbers are expected; empty if it is missing or damaged."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    """Return what the file keeps, with finite numbers where numbers are expected; empty if it is missing or damaged."""
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         found = json.loads(path.read_text(encoding="utf-8"))
-        numbers = {name: float(found[name]) for name in (ZERO_WALL, ZERO_BOOT) if name in found}
-        return {BEGAN: float(found[BEGAN]), BOOT: found.get(BOOT) if ZERO_BOOT in numbers else None, **numbers}
+        numbers = {name: float(found[name]) for name in (BEGAN, ZERO_WALL, ZERO_BOOT) if name in found}
+        if BEGAN in numbers and all(abs(number) < NUMBER_MAX for number in numbers.values()):
+            return {BOOT: found.get(BOOT) if ZERO_BOOT in numbers else None, **numbers}
     return {}
 
 

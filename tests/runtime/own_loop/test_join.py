@@ -192,6 +192,9 @@ def test_random_keys_of_a_state_are_held_as_arrays_and_come_back_as_keys(kind: s
     taken = state.taken(state.tree(held.state.params), back | {"count": jnp.int32(4)}, "after_step()")
     assert np.array_equal(taken.opt_state["keys"], jax.random.key_data(given["keys"]))
     assert state.moments(taken.opt_state)["count"] == 4
+    for other in (jax.random.key_data(given["keys"]), jax.random.split(jax.random.key(5, impl="unsafe_rbg"), 2)):
+        with pytest.raises(ValueError, match="other random keys in opt_state"):
+            LoopState(tree(2), given).taken(state.tree(held.state.params), back | {"keys": other}, "after_step()")
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,9 @@ def test_a_record_that_is_missing_damaged_or_old(tmp_path: Path, machine: Machin
     assert (clock.now_s(), clock.began_unix_s) == (101.0, 1900.0)
     path.write_text(json.dumps({"began_unix_s": 1900.0, "boot": "first", "zero_boot_s": "soon"}))
     assert RunClock(tmp_path, 12.5).now_s() == 12.5
+    for number in ("NaN", "-Infinity", "-1e308", "1" + 400 * "0", 100_000 * "["):
+        path.write_text(f'{{"began_unix_s": 1900.0, "boot": "first", "zero_boot_s": {number}}}')
+        assert RunClock(tmp_path, 12.5).now_s() == 12.5, number[:10]
 
 
 def test_a_folder_that_cannot_be_written(
