@@ -129,7 +129,7 @@ def test_a_syncer_without_a_supervisor_prints_the_same_lines(
     few = Alarm("few", "", "each of the last 20 rounds merged 1.0 learners on average, of 2.0").as_dict()
     learners = {"a": {"participation": 1.0}, "b": {"participation": 0.4}}
     told = SUMMARY | {"complete": True, "evaluated": True, "eval_loss": 2.5, "alarms": [few], "learners": learners}
-    ended = SimpleNamespace(run=lambda: told | {"contributors_per_round": 1.4})
+    ended = SimpleNamespace(run=lambda last_act: told | {"contributors_per_round": 1.4})
     monkeypatch.setattr("diloco_jax.runtime.syncer.run.SyncerRun", lambda *_, **__: ended)
     monkeypatch.setattr("diloco_jax.runtime.model.evaluation.Evaluator", lambda config: None)
     monkeypatch.setattr(runs, "_begin_process", lambda run_dir: Event())
