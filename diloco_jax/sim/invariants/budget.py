@@ -67,7 +67,7 @@ class BudgetHolds(Checker):
                 for life, tokens in self._values.pop(effect.global_step).items():
                     if life[0] in effect.members:
                         told = self._asked[effect.global_step, life[0]]
-                        self._counted.tokens += min(tokens, self._counted.news(life, told))
+                        self._counted.tokens += min(tokens, self._most(self._counted.news(life, told)))
                         self._counted.merged[life] = max(told, self._counted.merged.get(life, 0))
             elif isinstance(effect, Finish):
                 ahead = self.config.groups.gap_max if self.config.lockstep else 1
@@ -78,12 +78,17 @@ class BudgetHolds(Checker):
         self.check(theirs == ours, f"the syncer counts {theirs} merged tokens, merged are {ours}")
         self._kept |= {e.global_step: deepcopy(self._counted) for e in effects if isinstance(e, SaveSnapshot)}
 
+    def _most(self, tokens: int) -> int:
+        """Return the tokens that one value counts towards the budget, however long its learner was away."""
+        return min(tokens, self.cluster.syncer.progress.value_tokens_max) if self._budget else tokens
+
     def _close(self, note: Note) -> None:
         # Tokens of the values that wait to be merged.
         due: dict[Life, int] = {}
         for global_step in self._values.keys() & self.cluster.syncer.rounds.flying.keys():
             for life in self._values[global_step]:
-                due[life] = max(due.get(life, 0), self._counted.news(life, self._asked[global_step, life[0]]))
+                news = self._counted.news(life, self._asked[global_step, life[0]])
+                due[life] = max(due.get(life, 0), self._most(news))
         tokens = self._counted.tokens + sum(due.values())
         self.check(not self._budget or tokens < self._budget, f"round {note.global_step} closes with {tokens} tokens")
         # The number of the step decides, not the report.

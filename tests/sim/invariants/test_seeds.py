@@ -19,8 +19,8 @@ from tests.drawn import seeds
 from tests.sim.invariants.test_checkers import RECOVERY, SCENARIO
 
 # 51 to 67 have settings that are rare: waits of 0.1 and of 1 steps, 12 fragments, and periods that grow by class. The
-# last three failed once.
-SEEDS = (*seeds(36), 51, 62, 91, 67, 60138, 60166, 60452)
+# last four failed once.
+SEEDS = (*seeds(36), 51, 62, 91, 67, 60138, 60166, 60452, 90457)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
