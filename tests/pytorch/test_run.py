@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.limits import HANGS_S
-from tests.runtime.helpers import ROOT, kill_processes, merged, notes, run, start, wait_for
+from tests.runtime.helpers import ROOT, island_pid, kill_processes, merged, notes, run, start, wait_for
 
 pytestmark = [pytest.mark.extra("parity"), pytest.mark.net]
 
@@ -71,7 +71,7 @@ def test_a_killed_pytorch_island_returns_with_its_moments_and_running_statistics
     process = start("train", path, "--quiet", "--run-dir", run_dir, step_s=0.04)
     wait_for(lambda: notes(run_dir, "merged", "island-1") > 3, "merges of island-1", process)
     wait_for(lambda: any((run_dir / "states" / "island-1").rglob("step_*.json")), "a saved state", process)
-    os.kill(pid_of(run_dir, "island-1"), signal.SIGKILL)
+    os.kill(island_pid(run_dir, "island-1"), signal.SIGKILL)
     wait_for(lambda: notes(run_dir, "joined", "island-1") == 2, "the return of island-1", process)
     output, _ = process.communicate(timeout=HANGS_S)
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -82,15 +82,3 @@ def test_a_killed_pytorch_island_returns_with_its_moments_and_running_statistics
     assert len(starts) == 2 and starts[1][0] > 0, log
     # All parts of a state are of one step; the first start may have the state of the other island.
     assert all(len({*found}) == 1 for found in starts), starts
-
-
-def pid_of(run_dir: Path, name: str) -> int:
-    """Return the process of an island, by what it was told."""
-    for entry in Path("/proc").iterdir():
-        try:
-            told = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else ()
-        except OSError:
-            continue
-        if f"DILOCO_ISLAND={name}".encode() in told and f"DILOCO_RUN_DIR={run_dir}".encode() in told:
-            return int(entry.name)
-    return 0
