@@ -29,21 +29,13 @@ def initial():
     return {"in": w, "out": jax.random.normal(second, (HIDDEN, 4)) / 8}
 
 
-def begin(params):
-    """Return what the island gets back after a restart: the optimizer's state and a random key."""
-    return TX.init(params), jax.random.key(1)
-
-
-def step(params, state, x):
-    opt_state, key = state
-    x += 1e-3 * jax.random.normal(key, x.shape)
-
+def step(params, opt_state, x):
     def loss(p):
         return jnp.mean((jnp.tanh(x @ p["in"]["w"] + p["in"]["b"]) @ p["out"] - jnp.sin(3 * x[:, :4])) ** 2)
 
     value, gradient = jax.value_and_grad(loss)(params)
     updates, opt_state = TX.update(gradient, opt_state, params)
-    return optax.apply_updates(params, updates), (opt_state, jax.random.fold_in(key, 1)), value
+    return optax.apply_updates(params, updates), opt_state, value
 
 
 def samples(positions):
@@ -53,7 +45,7 @@ def samples(positions):
 
 def main() -> None:
     params = jax.jit(initial, out_shardings=LIES)()
-    opt_state = jax.jit(begin)(params)
+    opt_state = jax.jit(TX.init)(params)
     sizes = {"samples_per_step": BATCH, "tokens_per_step": BATCH}
     with diloco_jax.join(params=params, opt_state=opt_state, **sizes) as island:
         params, opt_state = island.state().values()
