@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def is_key(leaf: Any) -> bool:
@@ -23,8 +24,14 @@ def without_keys(tree: Any) -> Any:
 def with_keys(tree: Any, types: list[Any]) -> Any:
     """Return a tree that `without_keys` gave, with its keys; `types` is what `key_types` says about the original."""
     leaves, treedef = jax.tree.flatten(tree)
-    keyed = [
-        leaf if kind is None else jax.random.wrap_key_data(leaf, impl=kind)
-        for leaf, kind in zip(leaves, types, strict=True)
-    ]
+    keyed = [leaf if kind is None else _keyed(leaf, kind) for leaf, kind in zip(leaves, types, strict=True)]
     return jax.tree.unflatten(treedef, keyed)
+
+
+def _keyed(data: Any, kind: Any) -> Any:
+    layout = getattr(data, "sharding", None)
+    if isinstance(layout, NamedSharding):
+        # In keys that JAX makes, the layout of the data names all axes. For another name a step is compiled again.
+        axes = (*layout.spec, *[None] * (data.ndim - len(layout.spec)))
+        data = jax.device_put(data, NamedSharding(layout.mesh, PartitionSpec(*axes)))
+    return jax.random.wrap_key_data(data, impl=kind)

@@ -189,6 +189,10 @@ def test_random_keys_of_a_state_are_held_as_arrays_and_come_back_as_keys(kind: s
     assert all(len(leaf.sharding.device_set) == 2 for leaf in jax.tree.leaves(held.state.opt_state))
     back = state.moments(held.state.opt_state)
     assert np.array_equal(jax.random.normal(back["keys"][1], 4), jax.random.normal(given["keys"][1], 4))
+    layouts = jax.tree.map(lambda leaf: leaf.sharding, back)
+    step = jax.jit(lambda given: given | {"keys": jax.random.split(given["keys"][0], 2)}, out_shardings=layouts)
+    step(step(back))
+    assert step._cache_size() == 1, "a key that comes back is laid out as one that a step returns"
     taken = state.taken(state.tree(held.state.params), back | {"count": jnp.int32(4)}, "after_step()")
     assert np.array_equal(taken.opt_state["keys"], jax.random.key_data(given["keys"]))
     assert state.moments(taken.opt_state)["count"] == 4
