@@ -178,6 +178,10 @@ def _island_table(islands: Sequence[IslandFacts], width: int) -> Table:
     always = [name for name in shown if name not in wide and (name == speed or name not in SPEEDS)]
     columns = [*NAME, *(shown[name] for name in always)]
     left = width - sum(_width(column.header, _filled(column, islands)) for column in columns)
+    # After a million steps beside long names one column more does not fit.
+    while left < 0 and len(columns) > len(NAME) + 1:
+        column = columns.pop()
+        left += _width(column.header, _filled(column, islands))
     if width >= WIDE:
         listed = {figure.name for figure in figures.ISLAND_FIGURES if figure.column}
         others = sorted({name for island in islands for name in island.metrics} - listed)
