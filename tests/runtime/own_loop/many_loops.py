@@ -197,10 +197,11 @@ def four_devices() -> tuple[Any, Any, Any]:
     assert jax.device_count() == 4
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     params, _, step = optimized(tx := optax.adam(1e-2))
-    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec(None, "fsdp")))
-    state = jax.jit(tx.init)(params)
-    layouts = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
-    return params, state, jax.jit(step, out_shardings=(*layouts, NamedSharding(mesh, PartitionSpec())))
+    whole, columns = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    state = tx.init(params)
+    layouts = jax.tree.map(lambda leaf: columns if leaf.ndim else whole, (params, state))
+    params, state = jax.device_put((params, state), layouts)
+    return params, state, jax.jit(step, out_shardings=(*layouts, whole))
 
 
 def many_leaves() -> tuple[Any, Any, Any]:
