@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable, Mapping
 from math import inf
 from typing import Any
 
+from diloco_jax.protocol.closing import LEAST_STEP_S, PACE_FACTOR, PACE_REPORTS
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
 from diloco_jax.protocol.messages import FULL, NO_VERSION, OTHER_RUN, STALE, SYNCER, Hello
-from diloco_jax.protocol.pacing import PACE_FACTOR, PACE_REPORTS
 from diloco_jax.protocol.releases import OLDEST, PROTOCOL
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -196,18 +196,17 @@ class Membership:
     def keeping_pace(self, now_s: float) -> list[Member]:
         """Return the live learners whose steps are about as long as the median, and that have not stopped.
 
-        A learner whose values rounds never get does not count, once it has its alarm.
+        A learner whose second step has not ended counts as one with median steps. One whose values rounds never get does
+        not count, once it has its alarm.
         """
-        step_s = self.median_step_s()
-        if step_s is None:
-            return []
+        median_s = self.median_step_s() or 0.0
+        limit_s = PACE_FACTOR * max(median_s, LEAST_STEP_S)
         live = [m for m in self.members.values() if m.state == ACTIVE and not m.credit.alarmed]
+        steps = [(m, m.step_s if m.step_s is not None else median_s) for m in live]
         return [
             m
-            for m in live
-            if m.step_s is not None
-            and m.step_s <= PACE_FACTOR * step_s
-            and now_s - m.reported_s < PACE_REPORTS * m.step_s
+            for m, step_s in steps
+            if step_s <= limit_s and now_s - m.reported_s < PACE_REPORTS * max(step_s, LEAST_STEP_S)
         ]
 
     def usual_step_tokens(self, member: Member | None = None) -> float:

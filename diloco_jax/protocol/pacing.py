@@ -1,15 +1,9 @@
-"""The pace of rounds: settings, moving averages, grace window, quorum. All functions are pure.
-
-Rules of this file
-  * Every predicate returns its decision with the numbers that led to it; `Closing.reason` describes them.
-  * No predicate reads a clock: `now_s` is an argument.
-"""
+"""The settings of the algorithm, and the moving average of its measurements."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import NamedTuple
 
 from diloco_jax.protocol.turns import Groups, Periods, Turns, fits, groups_of
 
@@ -18,20 +12,6 @@ LEARNERS_MAX_LIMIT = 4096
 OVERLAP_STEPS_MAX = 10_000
 RECOVERY_TURNS_MAX = 1000
 WAIT_STEPS_MAX = 10.0
-GRACE_MIN_S_MAX = 10.0
-# Steps are short if this many of them take less than `grace_min_s`.
-SHORT_STEPS = 3
-# A learner keeps pace if its steps are at most this many times as long as the median ones.
-PACE_FACTOR = 1.25
-# A learner whose last report is older than this many of its steps has stopped, and rounds do not wait for it.
-PACE_REPORTS = 3.0
-# Rounds wait for learners that keep pace if Eq. 3 leaves time for fewer than this share of them, until it leaves time
-# for the second share.
-PACE_SHARE, ENOUGH_SHARE = 0.75, 0.85
-# The average of this share starts here. With the default ema_decay, two rounds with one of two learners suffice.
-FIRST_SHARE = 0.8
-# In the first turn of the fragments, a round waits this long for learners that have not made a step yet.
-FIRST_TURN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,25 +47,10 @@ class ProtocolConfig:
     """K: learners that must have finished a step before a round may close. M waits for all islands. Raise it if one
     island must not move the model alone. With M nothing is merged while an island is disconnected."""
     grace_steps_max: float = 1.0
-    """Cap of the grace window in inner steps. Raise it if slow islands miss rounds. With 0 and K = 1 a round merges one
-    learner."""
-    grace_steps_min: float = 1.0
-    """Least grace window in inner steps, while Eq. 3 leaves time for fewer than 75 % (a moving average) of the learners
-    that keep pace: those that report, with steps at most 1.25 times as long as the median. A value above
-    grace_steps_max counts as grace_steps_max. Rounds then wait for these learners although merges or links are slow.
-    Otherwise such rounds merge only the learner that reports first, and several rounds pass in one step. Without
-    overlap (overlap_steps 0) it has no effect. Lower it if it matters more that fragments arrive early. Set it to 0 to
-    close rounds as the paper does."""
-    grace_min_s: float = 0.1
-    """Least grace window in seconds, minus three inner steps. It has an effect only if steps are shorter than a third
-    of it and grace_steps_max is above 0. A round then waits for learners with such steps, even without slack. In the
-    first turn of the fragments it waits up to 1 s for learners that are still starting. With 0 and steps of
-    milliseconds, the first learner to report is merged alone. With a large value each round waits longer for a fast
-    learner that hangs. Raise it if steps take milliseconds and a round merges fewer islands than are training. Set it
-    to 0 to close rounds as the paper does."""
-    grace_safety: float = 0.9
-    """gamma of Eq. 3: share of the slack that the grace window may use, above 0 and at most 1. Lower it if rounds end
-    late; they then close earlier, with fewer islands."""
+    """Cap of the grace window in inner steps: how long a round whose quorum is met waits for other islands, as far as
+    overlap_steps leaves time (Eq. 3 of the paper). For islands that are about as fast as the others a round waits up to
+    one step (at least 0.1 s) even if there is no time left, while fewer than three quarters of them have reported.
+    Raise it if slow islands miss rounds. With 0 and K = 1 a round merges the island that reports first."""
     ema_decay: float = 0.9
     """Decay of the averages of step, quorum and sync time, in [0, 1). Lower it if the averages follow a change too
     late."""
@@ -162,7 +127,6 @@ class ProtocolConfig:
             ),
             ("wait_steps", 0 <= self.wait_steps <= WAIT_STEPS_MAX, f"0 to {WAIT_STEPS_MAX}"),
             ("quorum", 1 <= self.quorum <= self.learners_max, f"1 to learners_max = {self.learners_max}"),
-            ("grace_safety", 0 < self.grace_safety <= 1, "above 0 and at most 1"),
             ("ema_decay", 0 <= self.ema_decay < 1, "at least 0 and below 1"),
             ("silence_s", self.silence_s >= 2 * self.heartbeat_s, f"at least 2 heartbeats, {2 * self.heartbeat_s}"),
             ("anchor_history", 1 <= self.anchor_history <= 16, "1 to 16"),
@@ -174,10 +138,8 @@ class ProtocolConfig:
             limits.append((name, getattr(self, name) > 0, "above 0"))
         factor = self.tokens_per_step_factor_max
         limits.append(("tokens_per_step_factor_max", factor == 0 or 1 <= factor < inf, "at least 1, or 0 for no limit"))
-        limits.append(("grace_min_s", 0 <= self.grace_min_s <= GRACE_MIN_S_MAX, f"0 to {GRACE_MIN_S_MAX}"))
         least = {
             "grace_steps_max": 0,
-            "grace_steps_min": 0,
             "snapshot_every": 0,
             "lease_ahead_steps": 2,
             "strikes_max": 1,
@@ -274,93 +236,3 @@ class ProtocolConfig:
 def ema(average: float | None, sample: float, decay: float) -> float:
     """Return an exponential moving average after another sample; it starts at its first sample."""
     return sample if average is None else decay * average + (1.0 - decay) * sample
-
-
-def grace_window_s(config: ProtocolConfig, step_s: float | None, quorum_s: float | None, sync_s: float | None) -> float:
-    """Return the wait of a round for more learners once its quorum is met (paper, Eq. 3).
-
-    slack = tau * xi_step - (xi_quorum + xi_sync);  grace = min(gamma * slack, cap * xi_step), never below 0.
-
-    Args:
-        config: tau, gamma and the cap.
-        step_s: xi_step, moving average of the duration of an inner step, in seconds; None before the first sample.
-        quorum_s: xi_quorum, from opening a round to its quorum; None counts as 0.
-        sync_s: xi_sync, from closing a round until learners have its result; None counts as 0.
-    """
-    if step_s is None:
-        return 0.0
-    slack_s = (config.overlap_steps + config.wait_steps) * step_s - ((quorum_s or 0.0) + (sync_s or 0.0))
-    return max(0.0, min(config.grace_safety * slack_s, config.grace_steps_max * step_s))
-
-
-def grace_floor_s(config: ProtocolConfig, step_s: float | None) -> float:
-    """Return the least wait of a round for learners with short steps: `grace_min_s` minus SHORT_STEPS steps.
-
-    If a step takes a few milliseconds, sending a message and scheduling a process take as long. Eq. 3 then leaves no
-    slack, and each round would merge only the first learner that reports. If a step takes a third of `grace_min_s` or
-    longer, the floor is 0 and Eq. 3 alone decides.
-
-    Args:
-        step_s: xi_step as in `grace_window_s`.
-    """
-    if step_s is None or not config.grace_steps_max:
-        return 0.0
-    return max(0.0, config.grace_min_s - SHORT_STEPS * step_s)
-
-
-def pace_floor_s(config: ProtocolConfig, step_s: float | None) -> float:
-    """Return the least wait of a round for learners that keep pace, if too few of them are merged.
-
-    Learners of equal speed may report at any distance from each other, up to one step. If merges or links take nearly
-    tau steps, Eq. 3 leaves no slack for that, and a round would merge only the learner that reports first.
-
-    Args:
-        step_s: xi_step as in `grace_window_s`.
-    """
-    if step_s is None or config.lockstep:
-        return 0.0
-    return min(config.grace_steps_min, config.grace_steps_max) * step_s
-
-
-class Closing(NamedTuple):
-    """The decision whether to close a round, and the numbers behind it."""
-
-    # "below quorum", "collecting", "grace" or "closed".
-    state: str
-    fresh: int
-    live: int
-    quorum: int
-    # The rest of the grace window.
-    waits_s: float
-
-    @property
-    def reason(self) -> str:
-        # No learner trains yet, or none is left.
-        if self.state == "below quorum" and not self.live:
-            return f"no learner is live, the quorum is {self.quorum}"
-        if self.state == "below quorum":
-            few = f"{self.live} live learners are fewer than the quorum of {self.quorum}"
-            return f"{few}: training continues, merging is paused"
-        if self.state == "collecting":
-            return f"{self.fresh} of {self.live} live learners reported a step, the quorum is {self.quorum}"
-        if self.state == "grace":
-            return f"quorum met, {self.fresh} of {self.live} live learners reported, grace {self.waits_s:.3f} s left"
-        if self.fresh >= self.live:
-            return f"all {self.live} live learners reported"
-        return f"{self.fresh} of {self.live} live learners reported, grace window over"
-
-
-def closing(fresh: int, live: int, quorum: int, closes_s: float | None, now_s: float) -> Closing:
-    """Decide whether a round closes.
-
-    Args:
-        fresh: learners that reported a step which no round used yet.
-        live: learners that are connected, hold every fragment and are not silent.
-        quorum: K.
-        closes_s: when the grace window ends; None while the quorum is not met.
-    """
-    if fresh < quorum or closes_s is None:
-        return Closing("below quorum" if live < quorum else "collecting", fresh, live, quorum, 0.0)
-    if fresh >= live or now_s >= closes_s:
-        return Closing("closed", fresh, live, quorum, 0.0)
-    return Closing("grace", fresh, live, quorum, closes_s - now_s)

@@ -1,5 +1,6 @@
 """The release of this program, and the protocol that it speaks: on the wire, on tapes and in snapshots."""
 
+from collections.abc import Iterable
 from typing import Any
 
 RELEASE = "0.3.0"
@@ -7,7 +8,10 @@ RELEASE = "0.3.0"
 # what the machines decide from a tape and keep in a snapshot. PROTOCOL grows with a change that an older release would
 # misread. OLDEST grows when this release stops understanding the islands or files of a protocol.
 PROTOCOL, OLDEST = 2, 1
-STAMP = (PROTOCOL, RELEASE)
+# RULES grows if the machines decide otherwise from the same inputs. A tape of other rules can be read, but this
+# release may decide otherwise from it.
+RULES = 2
+STAMP = (PROTOCOL, RELEASE, RULES)
 
 
 class OtherRelease(Exception):
@@ -19,18 +23,29 @@ def check_readable(what: str, stamp: Any = STAMP) -> None:
 
     Args:
         what: name of the file for people.
-        stamp: (protocol, release) of its writer; releases before 0.2.0 wrote none.
+        stamp: (protocol, release, rules) of its writer; releases before 0.2.0 wrote none, and some no rules.
 
     Raises:
         OtherRelease: the release does not read the file; the message names both releases and the remedy.
     """
-    protocol, release = stamp
+    protocol, release, *_ = stamp
     if not OLDEST <= protocol <= PROTOCOL:
         raise OtherRelease(
             f"{what} is of diloco-jax {release}, protocol {protocol}; this is {RELEASE}, which reads {OLDEST} to "
             f"{PROTOCOL}: continue with {release}, or start a new run with the model (`diloco export --format hf` by "
             f"{release}, `diloco import` by this one)"
         )
+
+
+def decided_elsewhere(stamps: Iterable[Any]) -> str:
+    """Return what to do if this release decides otherwise than a tape with these stamps; "" if its rules are these."""
+    for _, release, *rules in stamps:
+        if (number := rules[0] if rules else 1) != RULES:
+            return (
+                f"diloco-jax {release} decided it by the rules {number}, and this release has the rules {RULES}: use "
+                "that release, or let the run continue from its newest snapshot (`diloco syncer CONFIG --rewind`)"
+            )
+    return ""
 
 
 def install_hint(extra: str) -> str:

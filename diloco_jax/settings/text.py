@@ -34,14 +34,20 @@ WRITTEN_BY = "# diloco-jax"
 # The config in a run's folder lists all settings of its release. Configs of older releases lack the settings of this
 # table. With the values here, such a run decides as its release did.
 BEFORE: Mapping[str, Any] = {
-    "protocol.grace_min_s": 0.0,
-    "protocol.grace_steps_min": 0.0,
     "merge.pairs_max": LEARNERS_MAX_LIMIT,
 }
 # Old names of settings, which this release still accepts.
 RENAMED: Mapping[str, str] = {"protocol.lease_s": "protocol.silence_s"}
 # Settings without an effect, which this release still accepts, and why they are gone.
-REMOVED: Mapping[str, str] = {"syncer.shards": "the syncer is one process, and merges to the same values"}
+_CLOSING = "rounds wait up to a step for islands that keep pace, and protocol.grace_steps_max 0 ends all waits"
+REMOVED: Mapping[str, str] = {
+    "syncer.shards": "the syncer is one process, and merges to the same values",
+    "protocol.grace_steps_min": _CLOSING,
+    "protocol.grace_min_s": _CLOSING,
+    "protocol.grace_safety": "gamma of Eq. 3 is 0.9",
+}
+# Their former defaults, which the folders of older runs list and which need no warning.
+USUAL = (None, 0, 1, 0.1, 0.9)
 # Pydantic's words for the type of a value, and the words of this project.
 PLAINER = {
     "Input should be": "it must be",
@@ -121,7 +127,7 @@ def _without_removed(values: Mapping[str, Any], source: str, *, warn: bool = Fal
         here = values.get(section)
         if isinstance(here, Mapping) and key in here:
             # A run's folder of the release before lists every setting.
-            if warn and here[key] not in (None, 0, 1):
+            if warn and here[key] not in USUAL:
                 _warn_of_removed(source, name)
             values = {**values, section: {each: value for each, value in here.items() if each != key}}
     return values

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, get_args
 
 from diloco_jax.core.codec import Format, encoded_size
-from diloco_jax.protocol.pacing import ProtocolConfig, grace_window_s
+from diloco_jax.protocol.closing import grace_window_s
+from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.turns import Turns
 
 # The picture has its own background, because the page may be dark while the system is light.

@@ -1,4 +1,4 @@
-"""Models and settings of MaxText that have other trees or other steps: two islands each, and MaxText's own evaluation."""
+"""Models and settings of MaxText with other trees or other steps: two islands each, and MaxText's own evaluation."""
 
 from pathlib import Path
 from typing import Any

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from diloco_jax.protocol.closing import GAMMA, grace_window_s
 from diloco_jax.protocol.effects import Contribution, Discard, Drop, Effect, Merge, Note, Restore, Send
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, SILENT
 from diloco_jax.protocol.messages import Adopted, Advance, AnchorRequest, Heartbeat, Leave, PullRequest, Stop
-from diloco_jax.protocol.pacing import ProtocolConfig, grace_window_s
+from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.round import MERGING, PULLING, Pace, Round
 from tests.protocol.syncer_inputs import LEASED, fragment, hello, merged, new, only, report, running, sent, value
@@ -219,10 +220,10 @@ def test_one_long_wait_closes_the_window_but_not_for_long() -> None:
     assert pace.quorum_s == 0.5
     windows = []
     for _ in range(3):
-        windows.append(grace_window_s(ProtocolConfig(grace_safety=0.5), 1.0, pace.quorum_s, pace.merge_s))
+        windows.append(grace_window_s(ProtocolConfig(grace_steps_max=9.0), 1.0, pace.quorum_s, pace.merge_s) / GAMMA)
         pace = pace.after_quorum(0.0, 1.0, CONFIG)
-    # The windows are 0.5 * (2 - 0.5), 0.5 * (2 - 0.375) and 0.5 * (2 - 0.28125).
-    assert windows == [0.75, 0.8125, 0.859375]
+    # The slack is 2 - 0.5, 2 - 0.375 and 2 - 0.28125.
+    assert windows == pytest.approx([1.5, 1.625, 1.71875])
 
 
 def test_a_round_names_whom_it_waits_for() -> None:

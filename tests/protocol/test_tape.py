@@ -22,9 +22,9 @@ from diloco_jax.protocol.messages import (
     StateRefused,
     StateRequest,
 )
-from diloco_jax.protocol.releases import PROTOCOL, RELEASE, STAMP, OtherRelease
+from diloco_jax.protocol.releases import PROTOCOL, RELEASE, RULES, STAMP, OtherRelease, decided_elsewhere
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.tape import Moment, Moments, TapedSyncer, lives, replay, returns
+from diloco_jax.protocol.syncer.tape import Moment, Moments, TapedSyncer, lives, replay, returns, stamps
 from tests.drawn import examples
 from tests.protocol.pair import FINGERPRINT, Pair
 from tests.protocol.steady import STEADY
@@ -238,10 +238,25 @@ def test_the_end_of_a_tape_goes_back_to_a_snapshot_from_before_it() -> None:
 def test_another_configuration_decides_otherwise() -> None:
     pair = Pair(quorum=1)
     pair.join("a", "b")
-    pair.step("a", "b")
+    pair.step("a")
+    # Only one learner reports until the grace window ends.
+    pair.wait(2.0)
+    assert pair.merges()
     other = Syncer(Pair(quorum=2).config, 100, (("model", "abc"), ("sync_every", "2")))
     with pytest.raises(ValueError, match=r"tape line \d+ cannot be replayed"):
         list(replay(pair.tape, other))
+
+
+def test_a_tape_of_other_rules_names_them() -> None:
+    pair = lived(5)
+    pair.restart_syncer()
+    assert list(stamps(pair.tape)) == [list(STAMP)] * 2 and not decided_elsewhere(stamps(pair.tape))
+    ours = json.dumps(STAMP, separators=(",", ":"))
+    for theirs, words in (('[2,"0.3.0"]', "0.3.0 decided it by the rules 1"), (f'[2,"9.8.7",{RULES + 1}]', "9.8.7")):
+        other = [pair.tape[0].replace(ours, theirs), *pair.tape[1:]]
+        assert words in decided_elsewhere(stamps(other)) and "--rewind" in decided_elsewhere(stamps(other))
+    unstamped = [line.replace(f",{ours}", "") for line in pair.tape]
+    assert "0.1 decided it" in decided_elsewhere(stamps(["no line", *unstamped]))
 
 
 def test_every_life_carries_the_stamp_of_its_release_and_one_that_is_not_read_is_refused() -> None:
@@ -286,6 +301,8 @@ def test_a_torn_or_altered_line_is_named_or_harmless(data: st.DataObject) -> Non
     lines[number] = line[:start] + data.draw(st.text('0123456789[]{},."-aZé\x00', max_size=4)) + line[stop:]
     try:
         list(replay(lines, Pair(quorum=2, snapshot_every=2)._new_syncer()))
+    except OtherRelease as error:
+        assert "the tape from line " in str(error)
     except ValueError as error:
         assert "tape line " in str(error) and "cannot be replayed" in str(error)
 

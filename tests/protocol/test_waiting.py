@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from diloco_jax.protocol.closing import grace_window_s
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.waiting import FragmentWait
 from diloco_jax.protocol.messages import Advance, GlobalFragment, Lease, PullRequest, Stop, Welcome
-from diloco_jax.protocol.pacing import ProtocolConfig, grace_window_s
+from diloco_jax.protocol.pacing import ProtocolConfig
 
 LIMIT_S = 0.5
 

@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_jax.core.merge import MergeConfig
 from diloco_jax.protocol.pacing import LEARNERS_MAX_LIMIT, ProtocolConfig
 from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.settings.compiler import compiler_variable, options_of
@@ -269,15 +270,12 @@ def test_settings_are_listed_with_their_values_and_meaning() -> None:
 def test_a_run_of_an_earlier_release_keeps_its_decisions(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     save(RunConfig(), path)
-    assert load(path).protocol.grace_min_s == RunConfig().protocol.grace_min_s > 0
     lines = path.read_text(encoding="utf-8").splitlines()
-    path.write_text("\n".join(line for line in lines if "grace_min_s" not in line), encoding="utf-8")
-    old = load(path)
-    assert old.protocol.grace_min_s == 0 and as_begun(RunConfig(), old) == old
     path.write_text("\n".join(line for line in lines if "pairs_max" not in line), encoding="utf-8")
-    assert load(path).merge.pairs_max == LEARNERS_MAX_LIMIT
-    assert load(path, ["--protocol.grace_min_s", "0.5"]).protocol.grace_min_s == 0.5
-    chosen = RunConfig(protocol=ProtocolConfig(grace_min_s=0.2))
+    old = load(path)
+    assert old.merge.pairs_max == LEARNERS_MAX_LIMIT and as_begun(RunConfig(), old) == old
+    assert load(path, ["--merge.pairs_max", "5"]).merge.pairs_max == 5
+    chosen = RunConfig(merge=MergeConfig(pairs_max=5))
     assert as_begun(chosen, old) == chosen, "what a user has set stays, and is refused elsewhere"
     own = tmp_path / "own.yaml"
     own.write_text("protocol: {quorum: 1}", encoding="utf-8")
@@ -332,7 +330,7 @@ def test_text_for_islands_of_the_release_before_has_old_names(caplog: pytest.Log
 def test_values_of_an_older_run_have_todays_names_and_the_values_that_the_run_used(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"{WRITTEN_BY} 0.2.0\nprotocol: {{lease_s: 15.0}}\n", encoding="utf-8")
-    assert read_settings(path)["protocol"] == {"silence_s": 15.0, "grace_min_s": 0.0, "grace_steps_min": 0.0}
+    assert read_settings(path)["protocol"] == {"silence_s": 15.0}
 
 
 @pytest.mark.parametrize("words", [["*.a", "*.b"], ["[*a, *b]"], ["['*.a', '*.b']"], ["[one]"]])

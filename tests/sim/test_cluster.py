@@ -105,7 +105,8 @@ def test_a_learner_that_was_taken_for_gone_greets_again() -> None:
     # the end of the old link is noticed only after the new one stands, so the syncer forgets a connected learner
     steps = run(Fault(10.0, "disconnect", ("island-1",), 0.5, notice_s=2.0))
     assert "island-1" not in steps.mergers(13.0, 15.0) and steps.mergers(24.0, 99.0) == ALL
-    assert steps.greetings.total() == 3 + 1 + 1
+    # One more if the deltas that wait for it are of versions that it does not hold.
+    assert 3 + 1 + 1 <= steps.greetings.total() <= 3 + 1 + 2
 
 
 def test_steps_longer_than_every_timeout_need_no_repetition() -> None:

@@ -306,8 +306,11 @@ def on_its_way(down_s: float, spread: float, slow: tuple[str, ...] = (), jitter_
     ("down_s", "spread"), [(0.5, 0.5), (0.95, 0.1), (0.95, 0.5), (1.1, 0.5), (0.95, 1.0), (1.1, 1.0)]
 )
 def test_on_a_slow_downlink_rounds_end_within_tau(down_s: float, spread: float) -> None:
-    """The window used to forget the way down: of (1.1, 0.5) 58 % of the values came later than tau steps."""
-    ends_in_time(on_its_way(down_s, spread), late_max=0.07, longest=1.1, contributors_min=3.3)
+    """The window used to forget the way down: of (1.1, 0.5) 58 % of the values came later than tau steps.
+
+    Of those that are late now, a round waited for learners that keep pace (docs/decisions/0104-when-a-round-closes.md).
+    """
+    ends_in_time(on_its_way(down_s, spread), late_max=0.12, longest=1.13, contributors_min=3.4)
 
 
 @pytest.mark.parametrize("jitter_s", [0.0, 0.1])
@@ -318,7 +321,7 @@ def test_a_queue_on_a_slow_downlink_drains(down_s: float, spread: float, jitter_
     Without slowing down for waits 93 % of the values of (0.95, 0.5) came later than tau steps, the last after 4.2 s.
     With jitter a value may overtake the report of its step, and its round waits for the report.
     """
-    late_max = 0.12 if jitter_s else 0.1
+    late_max = 0.16 if jitter_s else 0.1
     ends_in_time(on_its_way(down_s, spread, jitter_s=jitter_s), late_max=late_max, longest=1.2, contributors_min=3.2)
 
 

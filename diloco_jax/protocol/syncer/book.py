@@ -17,22 +17,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_jax.protocol.claims import contradiction
+from diloco_jax.protocol.closing import (
+    ENOUGH,
+    GAMMA,
+    Facts,
+    GraceWindow,
+    closing,
+    grace_window_s,
+    least_wait_s,
+)
 from diloco_jax.protocol.effects import Contribution, Discard, Drop, Effects, Merge, SaveSnapshot, Send
 from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, PullRequest
 from diloco_jax.protocol.owed import ANSWER_STEPS, Owed, resting
-from diloco_jax.protocol.pacing import (
-    FIRST_TURN_S,
-    SHORT_STEPS,
-    Closing,
-    ProtocolConfig,
-    closing,
-    grace_floor_s,
-    grace_window_s,
-    pace_floor_s,
-)
+from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.evaluations import Evaluations
 from diloco_jax.protocol.syncer.progress import Downstream, Progress
 from diloco_jax.protocol.syncer.round import MERGING, PULLING, Pace, Round
@@ -79,24 +79,16 @@ class RoundBook:
             if this is None:
                 break
             late = self._late(now_s)
-            fresh = len(self.fresh - late) if late else len(self.fresh)
-            reliable = len(self.fresh - late - self._unreliable()) if self.owing else fresh
-            if reliable < self.config.quorum:
-                # A learner may have left in the grace window.
-                this.closes_s = None
+            if self._reliable(late) < self.config.quorum:
+                # A learner may have left since the quorum was met.
+                this.window = None
+            elif this.window is None:
+                this.window = self._window(this, now_s)
+            decision = closing(self._facts(this, late, now_s), now_s)
+            this.closes_s = decision.at_s if this.window is not None else None
+            if now_s < decision.at_s:
                 break
-            if this.closes_s is None:
-                this.closes_s = self._begin_grace(this, now_s)
-            if now_s < this.closes_s:
-                awaits = this.slack_s is not None and self._awaits(this, late, now_s)
-                # If no other learner is left to wait for, the round closes now.
-                if not awaits and fresh >= self.membership.live - len(late):
-                    this.closes_s = now_s if now_s > this.paced_s else this.paced_s
-                elif this.slack_s is not None and not awaits:
-                    this.closes_s = this.slack_s
-                if now_s < this.closes_s:
-                    break
-            self._close(this, late, now_s)
+            self._close(this, late, decision.reason, now_s)
 
     def _promised_tokens(self) -> int:
         """Return the merged tokens that there will be if every value is merged that a closed round has asked for."""
@@ -154,54 +146,56 @@ class RoundBook:
         self.fresh.add(member.learner_id)
         return True
 
-    def _begin_grace(self, this: Round, now_s: float) -> float:
-        """Return when a round that met its quorum closes: it waits for other learners, or for the links."""
+    def _window(self, this: Round, now_s: float) -> GraceWindow:
+        """Return the moments that limit a round which meets its quorum now."""
         step_s = self.membership.median_step_s()
         broadcast_s, wait_s = self.membership.broadcast_s(step_s)
-        this.met_s = now_s
         self.pace = self.pace.after_quorum(now_s - this.opened_s, step_s, self.config)
-        if this.fragment_id >= 0:
-            # If rounds closed faster than the links carry their versions, versions would queue up.
-            this.paced_s = self.closed_s + broadcast_s / self.config.grace_safety + wait_s
+        # If rounds closed faster than the links carry their versions, versions would queue up.
+        links_s = self.closed_s + broadcast_s / GAMMA + wait_s if this.fragment_id >= 0 else now_s
         sync_s = (self.pace.merge_s or 0.0) + broadcast_s
         grace_s = grace_window_s(self.config, step_s, self.pace.quorum_s, sync_s)
-        closes_s = max(now_s + grace_s, this.paced_s)
-        floor_s = grace_floor_s(self.config, step_s)
-        if floor_s > 0 and self._starters(this):
-            floor_s = max(floor_s, FIRST_TURN_S)
-        if self.pace.awaits:
-            floor_s = max(floor_s, pace_floor_s(self.config, step_s))
-        this.slack_s = closes_s if now_s + floor_s > closes_s else None
-        return max(closes_s, now_s + floor_s)
+        return GraceWindow(now_s, max(now_s, links_s), now_s + grace_s, now_s + least_wait_s(self.config, step_s))
+
+    def _facts(self, this: Round, late: set[str], now_s: float) -> Facts:
+        """Return what decides when a round closes."""
+        window, fresh = this.window, len(self.fresh - late)
+        few = window is not None and window.grace_s <= now_s < window.least_s and self._few(window, late, now_s)
+        return Facts(
+            self.config.quorum,
+            self.membership.live - len(late),
+            fresh,
+            self._reliable(late),
+            window,
+            few,
+            self._starting(this),
+        )
+
+    def _reliable(self, late: set[str]) -> int:
+        """Return how many reports count towards the quorum."""
+        return len(self.fresh - late - self._unreliable()) if self.owing else len(self.fresh - late)
+
+    def _few(self, window: GraceWindow, late: set[str], now_s: float) -> bool:
+        """Return whether a learner that keeps pace is missing, and too few of them reported in the grace window."""
+        paced = [m for m in self.membership.keeping_pace(now_s) if m.learner_id not in late]
+        reported = [m for m in paced if m.learner_id in self.fresh]
+        timely = sum(m.reported_s <= window.grace_s for m in reported)
+        return len(reported) < len(paced) and timely < ENOUGH * len(paced)
+
+    def _starting(self, this: Round) -> bool:
+        """Return whether, in the first turn of the fragments, a joined learner has not made a step yet.
+
+        Without this wait, rounds of a few milliseconds would use up much of a short run while that learner compiles.
+        """
+        if this.global_step > self.config.groups.gap_max or not self.config.grace_steps_max:
+            return False
+        return any(m.state == JOINING and m.total_steps == 0 for m in self.membership.members.values())
 
     @property
     def awaits_starters(self) -> bool:
         """True while the collecting round waits for learners that have not made their first step."""
         this = self.collecting
-        return this is not None and this.slack_s is not None and self._starters(this)
-
-    def _starters(self, this: Round) -> bool:
-        """Return whether, in the first turn of the fragments, a joined learner has not made a step yet.
-
-        Without this wait, rounds of a few milliseconds would use up much of a short run while that learner compiles.
-        """
-        if this.global_step > self.config.groups.gap_max:
-            return False
-        return any(m.state == JOINING and m.total_steps == 0 for m in self.membership.members.values())
-
-    def _awaits(self, this: Round, late: set[str], now_s: float) -> bool:
-        """Return whether the round must wait for a learner, though Eq. 3 does not leave time for it.
-
-        It waits for one with short steps, for one that keeps pace and has not stopped, and for one that is starting.
-        """
-        counted, limit_s = self.fresh | late, self.config.grace_min_s / SHORT_STEPS
-        for member in self.membership.members.values():
-            missing = member.state == ACTIVE and member.learner_id not in counted
-            if missing and member.step_s is not None and member.step_s < limit_s:
-                return True
-        if self.pace.awaits and any(m.learner_id not in counted for m in self.membership.keeping_pace(now_s)):
-            return True
-        return self._starters(this)
+        return this is not None and this.window is not None and self._starting(this)
 
     def _unreliable(self) -> set[str]:
         """Return the members that owe answers, if the others can meet the quorum; rounds need the others."""
@@ -227,7 +221,7 @@ class RoundBook:
         # With fewer rounds in flight there is only the collecting one.
         if len(self.flying) >= 2:
             for this in self.flying.values():
-                if this.asked and this.waits_long(now_s) and this.waits_long(now_s, self._floor_s()):
+                if this.asked and this.waits_long(now_s):
                     slow.update(name for name in this.asked if members[name].state == ACTIVE)
         enough = self.membership.live - self.config.quorum
         late = rest | slow
@@ -235,16 +229,7 @@ class RoundBook:
             late = rest
         return late if len(late) <= enough else set()
 
-    def _floor_s(self) -> float:
-        return grace_floor_s(self.config, self.membership.median_step_s())
-
-    def _decide(self, this: Round | None, late: set[str], now_s: float) -> Closing:
-        closes_s = this.closes_s if this is not None else None
-        live = self.membership.live - len(late)
-        return closing(len(self.fresh - late), live, self.config.quorum, closes_s, now_s)
-
-    def _close(self, this: Round, late: set[str], now_s: float) -> None:
-        reason = self._decide(this, late, now_s).reason
+    def _close(self, this: Round, late: set[str], reason: str, now_s: float) -> None:
         progress, members = self.progress, sorted(self.fresh - late)
         marker = self.config.snapshot_every
         snapshot = marker > 0 and this.global_step // marker > progress.global_step // marker
@@ -262,7 +247,6 @@ class RoundBook:
             return
         this.phase = PULLING
         this.closed_s = self.closed_s = now_s
-        self._judge_pace(this, late, now_s)
         this.resend_wait_s = self._resend_wait_s()
         this.resend_s = now_s + this.resend_wait_s
         this.expires_s = now_s + self.config.pull_timeout_s
@@ -276,17 +260,6 @@ class RoundBook:
         self._expect_answers(this)
         for member in self.membership.live_members():
             self.downstream.repair(member, this.fragment_id)
-
-    def _judge_pace(self, this: Round, late: set[str], now_s: float) -> None:
-        """Average the share of the learners that keep pace and are in time by Eq. 3."""
-        if not pace_floor_s(self.config, self.membership.median_step_s()):
-            return
-        paced = [member for member in self.membership.keeping_pace(now_s) if member.learner_id not in late]
-        if len(paced) < 2:
-            return
-        closes_s = this.slack_s if self.pace.awaits and this.slack_s is not None else now_s
-        timely = [m for m in paced if m.learner_id in self.fresh and m.reported_s <= closes_s]
-        self.pace = self.pace.after_close(len(timely) / len(paced), self.config)
 
     @property
     def any_closed(self) -> bool:
@@ -510,7 +483,7 @@ class RoundBook:
         late = self._late(now_s)
         missing = [m.learner_id for m in connected if m.state == ACTIVE and m.learner_id not in self.fresh | late]
         joining = [m.learner_id for m in connected if m.state == JOINING]
-        words = [f"round {this.global_step}: {self._decide(this, late, now_s).reason}{_without(late)}"]
+        words = [f"round {this.global_step}: {closing(self._facts(this, late, now_s), now_s).reason}{_without(late)}"]
         words += [f"not yet: {', '.join(missing)}"] if missing else []
         words += [f"joining: {', '.join(joining)}"] if joining else []
         return "; ".join(words)
@@ -528,8 +501,8 @@ class RoundBook:
         self.flying = {this.global_step: this for this in map(Round.from_plain, state["rounds"])}
         self.collecting = self.flying.get(state["collecting"])
         self.fresh = set(state["fresh"])
-        *averages, self.closed_s = state["pace"]
-        self.pace = Pace(*averages)
+        # Older releases wrote two more averages between these.
+        self.pace, self.closed_s = Pace(*state["pace"][:2]), state["pace"][-1]
         # Older releases wrote none.
         self.owing = {name: Owed(*owed) for name, *owed in state.get("owing", ())}
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from diloco_jax.protocol.closing import LEAST_STEP_S, GraceWindow
 from diloco_jax.protocol.effects import Contribution
 from diloco_jax.protocol.messages import FragmentValue
-from diloco_jax.protocol.pacing import ENOUGH_SHARE, FIRST_SHARE, PACE_SHARE, ProtocolConfig, ema
+from diloco_jax.protocol.pacing import ProtocolConfig, ema
 
 COLLECTING, PULLING, MERGING = "collecting", "pulling", "merging"
 
@@ -21,14 +22,9 @@ class Round:
     fragment_id: int
     opened_s: float
     phase: str = COLLECTING
-    # When the quorum was met.
-    met_s: float = 0.0
-    # End of the grace window, once the quorum is met.
+    # The moments that limit the round once its quorum is met, and when it closes if nothing else happens (closing.py).
+    window: GraceWindow | None = None
     closes_s: float | None = None
-    # The round does not close before this time.
-    paced_s: float = 0.0
-    # End of the grace window by Eq. 3, if grace_steps_min or grace_min_s keeps the round open for longer.
-    slack_s: float | None = None
     closed_s: float = 0.0
     # When pulls without an answer are repeated. The wait doubles each time, because on a slow link the values are in
     # transit and not lost.
@@ -71,8 +67,18 @@ class Round:
         values = {part.learner_id: part for part in (Contribution(*values) for values in plain["values"])}
         former = set(plain["former"])
         early = {value.learner_id: value for value in (FragmentValue(*values) for values in plain.get("early", ()))}
-        read = {"asked": asked, "told_tokens": told_tokens, "values": values, "former": former, "early": early}
-        return cls(**plain | read)
+        # A state of an older release has no window, so it starts again.
+        window = GraceWindow(*plain["window"]) if plain.get("window") else None
+        read: dict[str, Any] = {
+            "asked": asked,
+            "told_tokens": told_tokens,
+            "values": values,
+            "former": former,
+            "early": early,
+            "window": window,
+            "closes_s": plain["closes_s"] if window else None,
+        }
+        return cls(**{name: plain[name] for name in cls.__slots__ if name in plain} | read)
 
     def answered(self, learner_id: str, now_s: float) -> None:
         """Record that a learner that was asked has answered."""
@@ -81,15 +87,19 @@ class Round:
         if self.half_s is None and 2 * len(self.asked) <= self.size:
             self.half_s = now_s
 
-    def waits_long(self, now_s: float, least_s: float = 0.0) -> bool:
+    def waits_long(self, now_s: float) -> bool:
         """Return whether the learners still asked have taken more than twice as long as the faster half.
 
-        Args:
-            least_s: a shorter wait after the faster half does not count as long.
+        A wait of less than LEAST_STEP_S after the faster half does not count as long.
         """
-        if self.half_s is None or now_s - self.half_s < least_s:
+        if self.half_s is None or now_s - self.half_s < LEAST_STEP_S:
             return False
         return now_s - self.closed_s > 2 * (self.half_s - self.closed_s)
+
+    @property
+    def met_s(self) -> float:
+        """Return when its quorum was met; the opening if the state of an older release does not tell."""
+        return self.window.met_s if self.window is not None else self.opened_s
 
     @property
     def waits_for(self) -> str:
@@ -98,7 +108,7 @@ class Round:
 
 
 class Pace(NamedTuple):
-    """Moving averages of Eq. 3, in seconds and None before the first sample, and whether Eq. 3 leaves time for enough.
+    """Moving averages of Eq. 3, in seconds; None before the first sample.
 
     quorum_s is xi_quorum. merge_s is the part of xi_sync that the syncer sees, from closing a round to its new version.
     How long that version is in transit is measured per member (Membership.broadcast_s).
@@ -109,10 +119,6 @@ class Pace(NamedTuple):
 
     quorum_s: float | None = None
     merge_s: float | None = None
-    # Share of the learners that keep pace: those that had reported when a round closed, or would have by Eq. 3 alone.
-    share: float = FIRST_SHARE
-    # True while rounds wait for these learners longer than Eq. 3 allows.
-    awaits: bool = False
 
     def after_quorum(self, sample_s: float, step_s: float | None, config: ProtocolConfig) -> Pace:
         """Return the averages after a round that met its quorum so many seconds after it opened."""
@@ -121,11 +127,6 @@ class Pace(NamedTuple):
     def after_merge(self, sample_s: float, step_s: float | None, config: ProtocolConfig) -> Pace:
         """Return the averages after a round that was pulled and merged so many seconds after it closed."""
         return self._replace(merge_s=_averaged(self.merge_s, sample_s, step_s, config))
-
-    def after_close(self, share: float, config: ProtocolConfig) -> Pace:
-        """Return the averages after a round; this share of the learners that keep pace was in time."""
-        share = ema(self.share, share, config.ema_decay)
-        return self._replace(share=share, awaits=share < (ENOUGH_SHARE if self.awaits else PACE_SHARE))
 
 
 def _averaged(average: float | None, sample_s: float, step_s: float | None, config: ProtocolConfig) -> float | None:

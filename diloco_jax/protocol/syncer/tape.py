@@ -54,6 +54,8 @@ _NOT_A_LINE = (
 # The inputs that start a life of the syncer, and the number of their arguments before the stamp.
 _BEGIN_A_LIFE = {"begin": 1, "restart": 3, "rewind": 2}
 
+# Releases before 0.2.0 wrote no stamp.
+WITHOUT_STAMP = (1, "0.1")
 _LATER_LIVES = ('["restart"', '["rewind"')
 
 T = TypeVar("T")
@@ -247,6 +249,17 @@ def check_life(number: int, kind: str, arguments: list[Any]) -> None:
     if (own := _BEGIN_A_LIFE.get(kind)) is not None:
         check_readable(f"the tape from line {number} on", *arguments[own : own + 1])
         del arguments[own : own + 1]
+
+
+def stamps(lines: Iterable[str]) -> Iterator[Any]:
+    """Yield the stamp of each life of the syncer; unreadable lines are left out."""
+    for line in lines:
+        if line.startswith(('["begin"', *_LATER_LIVES)):
+            try:
+                kind, _, *arguments = json.loads(line)
+            except _NOT_A_LINE:
+                continue
+            yield from arguments[_BEGIN_A_LIFE[kind] : _BEGIN_A_LIFE[kind] + 1] or [WITHOUT_STAMP]
 
 
 def without_stamp(line: list[Any]) -> list[Any]:

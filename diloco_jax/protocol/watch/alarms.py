@@ -36,9 +36,8 @@ REMEDIES = {
     "loss": "look at its log and its data; a lower optimizer.learning_rate or clipping, and --resume from a snapshot",
     "link": "`diloco doctor` measures it; a smaller wire format, a longer protocol.sync_every or overlap_steps",
     "outrun": "see what rounds wait for; give the syncer processors; lengthen protocol.sync_every",
-    "few": "set protocol.quorum to the number of islands, or raise protocol.grace_min_s (steps of milliseconds), "
-    "grace_steps_min or grace_steps_max: rounds then wait for more of them; a larger protocol.overlap_steps leaves "
-    "time for that",
+    "few": "set protocol.quorum to the number of islands, or raise protocol.grace_steps_max: rounds then wait for more "
+    "of them; a larger protocol.overlap_steps leaves time for that",
     "unmerged-fragments": "make the run longer than protocol.sync_every, and see in the syncer's log how rounds ended",
     "tape": "do what the alarm says, such as to free space; rounds continue by themselves",
     "snapshot": "do what the alarm says, such as to free space; the next snapshot is tried by itself",

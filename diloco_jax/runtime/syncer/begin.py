@@ -16,7 +16,18 @@ from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Note, SaveSnapshot
 from diloco_jax.protocol.messages import StepReport
-from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, back_to, limits_before, lives, replay, returns
+from diloco_jax.protocol.releases import decided_elsewhere
+from diloco_jax.protocol.syncer.tape import (
+    BEGINNING,
+    Moment,
+    Moments,
+    back_to,
+    limits_before,
+    lives,
+    replay,
+    returns,
+    stamps,
+)
 from diloco_jax.runtime.model.global_model import Parameters
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE, check_history, has_begun, how_to_use
@@ -101,7 +112,8 @@ def _fail_over(context: SyncerContext, snapshot: Snapshot | None, now_s: float) 
                 elif isinstance(effect, SaveSnapshot):
                     counted.keep(Moment(effect.global_step), context.stats.state)
     except ValueError as error:
-        raise ValueError(f"{tape}, with lines counted from byte {start} on: {error}") from error
+        why = decided_elsewhere(stamps(read_lines(tape)))
+        raise ValueError(f"{tape}, with lines counted from byte {start} on: {error}{why and f'; {why}'}") from error
     origin = f"the snapshot of global step {loaded.global_step}" if snapshot is not None else "the initial model"
     log.info(f"restarted from {origin} and {count} inputs of the tape, at global step {context.machine.global_step}")
     return context.taped.on_restart(

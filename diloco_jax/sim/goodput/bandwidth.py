@@ -11,6 +11,8 @@ of the whole model. A utilisation is compute time over wall time.
 import math
 from dataclasses import dataclass
 
+from diloco_jax.protocol.closing import GAMMA
+
 UTILISATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
 # Gradients can travel during this share of a step, because the backward pass costs twice the forward pass.
 BACKWARD = 2 / 3
@@ -75,8 +77,6 @@ class Rounds:
     merge_s: float = 0.0
     # The time to read its new version on every host of an island, until it can be adopted.
     arrive_s: float = 0.0
-    # gamma, the share of the time between two rounds that may pass until learners have a version.
-    grace_safety: float = 0.9
 
     @property
     def planned_gbit_per_s(self) -> float:
@@ -95,7 +95,7 @@ class Rounds:
         trip slows rounds on a link of any rate, and tau does not help.
         """
         read_s = self.down_s(gbit_per_s) + self.arrive_s + REPORT_TRIPS * self.round_trip_s
-        return read_s / self.grace_safety
+        return read_s / GAMMA
 
     def reports_s(self, gbit_per_s: float) -> float:
         """Return the seconds that a round is open: a step until all have reported, or longer on a narrow link.
@@ -150,7 +150,7 @@ class Rounds:
             left_s = self.due_s * (1 / utilisation - 1) - TRIPS * trip_s - self.merge_s - self.arrive_s
             return _rate(self.up_bytes + self.down_bytes, left_s)
         up_left_s = self._overlap_s / utilisation - trip_s - self.merge_s
-        read_s = self.grace_safety * self.due_s / utilisation
+        read_s = GAMMA * self.due_s / utilisation
         down_left_s = read_s - (DOWN_TRIPS + REPORT_TRIPS) * trip_s - self.arrive_s
         carried = utilisation * self.planned_gbit_per_s
         return max(carried, _rate(self.up_bytes, up_left_s), _rate(self.down_bytes, down_left_s))

@@ -18,6 +18,7 @@ from diloco_jax.sim.invariants.leases import LeasesAccount
 from diloco_jax.sim.invariants.progress import EverybodyTrains, RoundsAdvance, VersionsConverge
 from diloco_jax.sim.invariants.recovery import RecoveryIsWhole
 from diloco_jax.sim.invariants.rounds import (
+    ClosesForAReason,
     MergedOnce,
     OwedAreAskedLess,
     QuarantineHolds,
@@ -33,6 +34,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     MergedOnce,
     SharesAreTold,
     QuorumHolds,
+    ClosesForAReason,
     OwedAreAskedLess,
     QuarantineHolds,
     ExclusionsHold,

@@ -1,5 +1,6 @@
 """Checkers of rounds and merges."""
 
+import re
 from collections import defaultdict
 
 from diloco_jax.protocol.effects import Adopt, Discard, Drop, Effect, Merge, Note, Send
@@ -219,6 +220,25 @@ class QuorumHolds(Checker):
             self._counted[name] = reported
         if note.fragment_id >= 0:
             self._closed[note.global_step] = members
+
+
+class ClosesForAReason(Checker):
+    """A round closes because all live learners have reported, or because one of two waits for the others is over."""
+
+    REASONS = re.compile(
+        r"(?P<all>all (?P<n>\d+) live learners reported"
+        r"|(?P<fresh>\d+) of (?P<live>\d+) live learners reported, (grace window|least wait) over)(, without .*)?"
+    )
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        for effect in effects:
+            if isinstance(effect, Note) and effect.kind == "closed":
+                found = self.REASONS.fullmatch(effect.reason)
+                self.check(found is not None, f"round {effect.global_step} closes for no reason: {effect.reason!r}")
+                assert found is not None
+                reported = int(found["n"] or found["fresh"])
+                right = reported == len(effect.members) and (found["n"] or reported <= int(found["live"]))
+                self.check(bool(right), f"round {effect.global_step} closes with {effect.members}: {effect.reason!r}")
 
 
 class RoundsBounded(Checker):

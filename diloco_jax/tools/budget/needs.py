@@ -41,8 +41,6 @@ class LinkNeeds(NamedTuple):
     overlap_steps: int
     # Turns of each fragment in `sync_every` steps; empty if each has one.
     turns: tuple[int, ...] = ()
-    # gamma, `protocol.grace_safety`.
-    grace_safety: float = 0.9
 
     @property
     def per_step(self) -> dict[str, float]:
@@ -71,7 +69,6 @@ class LinkNeeds(NamedTuple):
             round_trip_s=round_trip_s,
             merge_s=merge_s,
             arrive_s=arrive_s,
-            grace_safety=self.grace_safety,
         )
 
     def round_s(self, up_per_s: float, down_per_s: float, rtt_s: float) -> float:
@@ -106,7 +103,6 @@ def link_needs(run: ResolvedRun, up: Format | None = None, down: Format | None =
         cycle,
         config.protocol.overlap_steps,
         turns,
-        config.protocol.grace_safety,
     )
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.releases import decided_elsewhere
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
-from diloco_jax.protocol.syncer.tape import returns
+from diloco_jax.protocol.syncer.tape import returns, stamps
 from diloco_jax.protocol.watch.auditor import Auditor
 from diloco_jax.protocol.watch.sample_book import Findings, Life, Range, joined
 from diloco_jax.runtime.records.files import SUMMARY_FILE, TAPE_FILE, TAPES
@@ -43,6 +44,8 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
     """
     tape = run_dir / TAPE_FILE
     machine = machine_of(fingerprint_of(tape), protocol, total_steps, budget)
+    if elsewhere := decided_elsewhere(stamps(read_lines(tape))):
+        raise ValueError(f"{tape} cannot be audited: {elsewhere}")
     uses = returns(read_lines(tape))
     auditor = Auditor(machine.config.num_fragments, uses)
     for line, effects in inputs(tape, machine, uses):

@@ -20,13 +20,15 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.core import codec
+from diloco_jax.protocol.releases import decided_elsewhere
 from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS
-from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments
+from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, stamps
 from diloco_jax.runtime.model.arithmetic import Arithmetic, Capture, make_setup
 from diloco_jax.runtime.model.evaluation import Evaluator
 from diloco_jax.runtime.model.global_model import make_model
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS, SUMMARY_FILE, TAPE_FILE
+from diloco_jax.runtime.records.tape_file import read_lines
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
@@ -194,6 +196,8 @@ def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> di
     sha256 = digest_of(this.model.parameters(capture))
     expected_sha256 = digest_of(expected) if expected is not None else None
     same = expected_sha256 in (None, sha256)
+    elsewhere = decided_elsewhere(stamps(read_lines(run_dir / TAPE_FILE)))
+    difference = this.difference or ("" if same else "the final parameters, although every digest was equal")
     return {
         "identical": same and not this.difference,
         "sha256": sha256,
@@ -201,7 +205,7 @@ def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> di
         "merged_rounds": this.merged_rounds,
         "inner_steps": this.trainer.steps,
         "wall_s": round(time.monotonic() - began_s, 3),
-        "difference": this.difference or ("" if same else "the final parameters, although every digest was equal"),
+        "difference": f"{difference}; {elsewhere}" if difference and elsewhere else difference,
         "step_difference": this.step_difference,
     }
 

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore
 from diloco_jax.protocol.membership import OBSOLETE
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.protocol.releases import decided_elsewhere
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS, NO_BUDGET, Budget
 from diloco_jax.protocol.syncer.tape import (
@@ -27,6 +28,7 @@ from diloco_jax.protocol.syncer.tape import (
     limits_before,
     replay,
     returns,
+    stamps,
     without_stamp,
 )
 from diloco_jax.protocol.watch.exclusion_auditor import ExclusionAuditor
@@ -213,7 +215,8 @@ def inputs(
             yield json.loads(line), effects
     except ValueError as error:
         if str(error).startswith("tape line "):
-            raise ValueError(f"{tape}: {error}; is it whole, and is the config that of its run?") from error
+            why = decided_elsewhere(stamps(read_lines(tape))) or "is it whole, and is the config that of its run?"
+            raise ValueError(f"{tape}: {error}; {why}") from error
         raise
 
 

@@ -102,4 +102,4 @@ def test_rounds_are_those_of_the_machines(
     # The report about a version arrives half a round trip after it.
     told_s = rounds.round_s(RATE / GBIT) + round_trip_s / 2
     assert rounds.utilisation(RATE / GBIT) == pytest.approx(per_step * SYNC_EVERY / fragments, rel=0.05)
-    assert told_s == pytest.approx(round_s, rel=0.07)
+    assert told_s == pytest.approx(round_s, rel=0.09)

@@ -260,7 +260,6 @@ def test_a_round_by_hand() -> None:
     assert own.utilisation(4.0) == 1.0
     # A version takes a second, and gamma of the time between two rounds is for it; so rounds are open for longer.
     assert rounds().utilisation(1.0) == pytest.approx(0.9)
-    assert rounds(grace_safety=0.5).utilisation(1.0) == pytest.approx(0.5)
     assert rounds().round_s(1.0) == pytest.approx(1 / 0.9 + 2.0)
     # A round trip is the way of a version and of the report about it, at any rate and with any overlap.
     assert rounds(round_trip_s=1.8, overlap_steps=9).utilisation(1e9) == pytest.approx(0.5)

@@ -244,6 +244,20 @@ class Insisting(RoundBook):
         return set()
 
 
+class Boastful(RoundBook):
+    """Gives a reason that counts one learner more than the round has."""
+
+    def _close(self, this: Round, late: set[str], reason: str, now_s: float) -> None:
+        super()._close(this, late, reason.replace("all 4", "all 5"), now_s)
+
+
+class Silent(RoundBook):
+    """Gives no reason for closing a round."""
+
+    def _close(self, this: Round, late: set[str], reason: str, now_s: float) -> None:
+        super()._close(this, late, "", now_s)
+
+
 class Confused(Downstream):
     """Names another base than that of the step which its driver has."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from diloco_jax.protocol.closing import GraceWindow
 from diloco_jax.protocol.effects import Drop, Effect, Merge, Send, Unstage
 from diloco_jax.protocol.learner.machine import STOPPED, TRAINING, Learner
 from diloco_jax.protocol.learner.stager import Stager
@@ -257,9 +258,10 @@ class Moody(RoundBook):
 
     moods = count()
 
-    def _begin_grace(self, this: Round, now_s: float) -> float:
+    def _window(self, this: Round, now_s: float) -> GraceWindow:
         # After 101 rounds it would decide the same again.
-        return super()._begin_grace(this, now_s) + 0.01 * (37 * next(self.moods) % 101)
+        window = super()._window(this, now_s)
+        return window._replace(links_s=window.links_s + 0.01 * (37 * next(self.moods) % 101))
 
 
 class Deaf(Syncer):
@@ -302,6 +304,8 @@ BROKEN = [
     (checkers.SharesAreTold, with_syncer(broken.Discreet), "is not told of its share"),
     (checkers.QuorumHolds, with_syncer(Hasty, QUORUM), "the quorum is 3"),
     (checkers.QuorumHolds, with_syncer(CountsTwice), "counted was"),
+    (checkers.ClosesForAReason, with_syncer(broken.Boastful), "closes with .*: 'all 5 live"),
+    (checkers.ClosesForAReason, with_syncer(broken.Silent), "closes for no reason: ''"),
     (checkers.OwedAreAskedLess, with_syncer(broken.Insisting, MUTE), "island-1 owes .* asks it before round"),
     (checkers.NeverWaits, with_learner(broken.Polite), "has trained, but does not step"),
     (checkers.WaitsBounded, with_learner(broken.Lingering, WAITS), "waited .* between two steps, limit"),
@@ -335,7 +339,7 @@ BROKEN = [
     (checkers.HostileIsHarmless, with_syncer(broken.Boundless, HOSTILE), "led to what cannot be sent"),
     (checkers.LeasesAccount, with_syncer(broken.Overcounter, ONE_FRAGMENT), "its tape says"),
     (checkers.LeasesAccount, with_learner(broken.Adrift), "island-. reads"),
-    (checkers.AnchorsAgree, with_syncer(broken.Liar, FAILOVER), "is sent with the value"),
+    (checkers.AnchorsAgree, with_syncer(broken.Liar, FAILOVER), "is sent with the value|nobody holds it"),
     (checkers.AnchorsAgree, with_syncer(broken.Careless, FAILOVER), "island-. holds version .* but .*nobody holds it"),
     (checkers.AnchorsAgree, with_syncer(broken.Confused, STEPS), "is sent, a step is of"),
     (checkers.DeltasApply, with_learner(broken.Gullible, STEPS), "applies .* to version"),

@@ -50,7 +50,7 @@ def test_quiet_run(tmp_path: Path) -> None:
 
 
 def test_what_adoption_overwrote_before_any_round_took_it_is_not_merged(tmp_path: Path) -> None:
-    """A fragment's rounds are taken without b twice: it has made 9 steps of 10 tokens, and 50 tokens are weighed."""
+    """A fragment's round is taken without b: of its first 8 steps of 10 tokens, 50 tokens are weighed."""
     pair = TapedPair(tmp_path, sync_every=3, num_fragments=1, overlap_steps=1)
     pair.join("a", "b")
     for number in range(10):
@@ -58,11 +58,11 @@ def test_what_adoption_overwrote_before_any_round_took_it_is_not_merged(tmp_path
         pair.step("a", "b")
         pair.wait(2.0)
     shares = [each for merge in pair.merges() for each in merge.contributions if each.learner_id == "b"]
-    assert [(part.since, part.samples, part.tokens) for part in shares] == [(8, 14, 30), (14, 18, 20)]
+    assert [(part.since, part.samples, part.tokens) for part in shares] == [(0, 6, 30), (12, 16, 20)]
     result = result_of(pair)
     assert result["violations"] == 0
-    assert (result["merged"], result["overwritten"]) == (18 + 10, 8), "of a and of b"
-    assert "8 were trained on without effect" in describe(result)
+    assert (result["merged"], result["overwritten"]) == (16 + 10, 6), "of a and of b"
+    assert "6 were trained on without effect" in describe(result)
 
 
 def test_loss_and_return(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_learner_that_reads_what_is_not_its_own(tmp_path: Path, excess: int) -> 
             lambda lines: lines[:-9],
             "b.1.jsonl ends at local step 3, but step 6 was reported: the end of the tape is missing",
         ),
-        (lambda lines: [x for x in lines if '"step",3,' not in x], "line 13 is of local step 4, expected 3"),
+        (lambda lines: [x for x in lines if '"step",3,' not in x], "line 12 is of local step 4, expected 3"),
     ],
 )
 def test_a_learners_tape_that_was_cut_is_noticed(tmp_path: Path, wrong: Callable[[Any], Any], says: str) -> None:
