@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from diloco_jax.protocol.messages import NO_VERSION, Adopted, Arrived, FragmentValue, LearnerMessage, Metric
+from diloco_jax.protocol.messages import NO_VERSION, SCORES_MAX, Adopted, Arrived, FragmentValue, LearnerMessage, Metric
 
 COUNTER_MAX = 1 << 53
 DIGEST_MAX = (1 << 64) - 1
@@ -21,8 +21,6 @@ PARTS_MAX = 1 << 22
 FRAGMENTS_MAX = 16384
 # Pairs of a fingerprint.
 PAIRS_MAX = 256
-# Evaluations have a lower limit (messages.SCORES_MAX). Above that one the syncer asks another learner.
-SCORES_MAX = 1024
 # Names in a message; membership.py has the rule for the name of a learner itself.
 NAME_LENGTH_MAX = 100
 TEXT_LENGTH_MAX = 1 << 16
@@ -107,7 +105,8 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def _scores(rows: Sequence[Metric]) -> str:
-    return _length(SCORES_MAX, "elements")(rows) or next((wrong for name, _ in rows if (wrong := _TEXT(name))), "")
+    # Above SCORES_MAX the syncer asks another learner to evaluate. A message beyond four times that is refused.
+    return _length(4 * SCORES_MAX, "elements")(rows) or next((wrong for name, _ in rows if (wrong := _TEXT(name))), "")
 
 
 def _anything(value: Any) -> str:

@@ -196,8 +196,8 @@ class Membership:
     def keeping_pace(self, now_s: float) -> list[Member]:
         """Return the live learners whose steps are about as long as the median, and that have not stopped.
 
-        A learner whose second step has not ended counts as one with median steps. One whose values rounds never get does
-        not count, once it has its alarm.
+        A learner whose second step has not ended counts as one with median steps. A learner whose values rounds never
+        get does not count, once it has its alarm.
         """
         median_s = self.median_step_s() or 0.0
         limit_s = PACE_FACTOR * max(median_s, LEAST_STEP_S)

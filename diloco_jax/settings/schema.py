@@ -27,6 +27,35 @@ UNITS = {
     "_rate": "rate",
 }
 KINDS = {"string": "text", "boolean": "true, false", "array": "list", "object": "mapping"}
+# The settings of a first run, in the order of their choice. Everything else has a default that fits most runs.
+FIRST = (
+    "name",
+    "data.path",
+    "data.format",
+    "data.tokenizer",
+    "model.module",
+    "model.preset",
+    "model.weights",
+    "train.steps",
+    "train.tokens",
+    "train.batch_size",
+    "train.seq_len",
+    "train.eval_every",
+    "optimizer.name",
+    "optimizer.learning_rate",
+    "optimizer.warmup_steps",
+    "islands.count",
+    "islands.devices",
+    "islands.topology",
+    "protocol.sync_every",
+    "protocol.num_fragments",
+    "protocol.overlap_steps",
+    "protocol.quorum",
+    "protocol.snapshot_every",
+    "merge.method",
+    "wire.up",
+    "wire.down",
+)
 # Stands in a setting's name for a name that the user chooses, such as that of an island.
 ANY_NAME = "NAME"
 
@@ -103,6 +132,11 @@ def describe_settings(config: RunConfig, command: str, width: int) -> str:
             "when --section.name value follows the config.",
             width,
         )
+    ]
+    first = "; ".join(f"--{name} {_value(reduce(getitem, name.split('.'), values))}" for name in FIRST)
+    lines += [
+        "",
+        *textwrap.wrap(f"The first to choose: {first}", width, break_long_words=False, break_on_hyphens=False),
     ]
     for section in sections(config_schema()):
         lines += ["", *textwrap.wrap(f"{section.name or 'the run'}: {section.help}", width)]

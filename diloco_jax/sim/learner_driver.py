@@ -11,6 +11,7 @@ from typing import Any
 from diloco_jax.protocol.effects import AdoptState, Drop, Effect, EvaluateModel, Finish, SaveState, Send, Stage, Unstage
 from diloco_jax.protocol.learner.machine import STOPPED
 from diloco_jax.protocol.learner.mailbox import Mailbox
+from diloco_jax.protocol.learner.recovery import Saved
 from diloco_jax.protocol.messages import (
     AnchorValue,
     FragmentValue,
@@ -21,7 +22,6 @@ from diloco_jax.protocol.messages import (
     StateChunk,
     SyncerMessage,
 )
-from diloco_jax.protocol.recovery import Saved
 from diloco_jax.sim.engine import NEVER_S, Action
 from diloco_jax.sim.holdings import HELD, Holdings
 from diloco_jax.sim.network import Deliver, Garbled, SimulatedLink

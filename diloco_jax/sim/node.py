@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 from diloco_jax.protocol.effects import AdoptState, Effect
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Mailbox
+from diloco_jax.protocol.learner.recovery import Saved
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import GlobalFragment, LearnerMessage, SyncerMessage
-from diloco_jax.protocol.recovery import Saved
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.sim.engine import NEVER_S, Engine
 from diloco_jax.sim.fault import Fault

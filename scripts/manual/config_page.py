@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from diloco_jax.settings.schema import Setting, sections
+from diloco_jax.settings.schema import FIRST, Setting, sections
 
 # The first sentence of a help text that is advice; all sentences after it are advice too.
 ADVICE = re.compile(r"(?<=[.;:]) (?=(?:Raise|Lower|Set|Tune|Change|Leave) it\b)")
@@ -26,6 +26,14 @@ settings: [choose your settings](settings.md) shows which ones. The [glossary](g
 `diloco train CONFIG --settings` prints the same for one config, and `diloco schema` prints the schema for editors
 ([install](install.md#a-config-in-an-editor)). Each setting has an anchor, its name without dots: a link to
 `config.md#protocolquorum` leads to `protocol.quorum`.
+
+## The first to choose
+
+| setting | default | meaning |
+|---|---|---|
+"""
+SECTIONS = """
+## All sections
 
 | section | meaning |
 |---|---|
@@ -59,8 +67,17 @@ def config_page(schema: Mapping[str, Any]) -> str:
     """Return the page for the schema that `diloco schema` prints."""
     named = [(key, facts) for key, facts in schema["properties"].items() if "$ref" in facts]
     rows = [f"| [{key}](#{key}) | {plain(facts['description'])} |\n" for key, facts in named]
+    every = {setting.name: setting for section in sections(schema) for setting in section.settings}
     lines = []
     for section in sections(schema):
         lines += [f"\n## {section.name or 'The run'}\n", plain(section.help)]
         lines += [line for setting in section.settings for line in entry(setting)]
-    return HEAD + "".join(rows) + "\n".join(lines) + "\n"
+    first = "".join(f"{_row(every[name])}\n" for name in FIRST)
+    return HEAD + first + SECTIONS + "".join(rows) + "\n".join(lines) + "\n"
+
+
+def _row(setting: Setting) -> str:
+    """Return the row of a setting among the first to choose: a link, the default, and the first sentence."""
+    meaning = plain(re.split(r"(?<=[.;]) ", setting.help, maxsplit=1)[0]).rstrip(".;")
+    usual = default(setting).removeprefix("default: ")
+    return f"| [`{setting.name}`](#{setting.name.replace('.', '')}) | {usual} | {meaning} |"

@@ -25,6 +25,7 @@ from diloco_jax.protocol.effects import (
 )
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
+from diloco_jax.protocol.learner.recovery import STATES_MAX, Saved
 from diloco_jax.protocol.messages import (
     NO_VERSION,
     AnchorValue,
@@ -34,7 +35,6 @@ from diloco_jax.protocol.messages import (
     StatePull,
     SyncerMessage,
 )
-from diloco_jax.protocol.recovery import STATES_MAX, Saved
 from diloco_jax.protocol.syncer.machine import Syncer
 
 PART_BYTES = 1000

@@ -13,9 +13,9 @@ from typing import Any
 
 from diloco_jax.protocol.effects import Adopt, Drop, Effect, Merge, Note, SaveSnapshot, SaveState, Send, Stage, Unstage
 from diloco_jax.protocol.learner.machine import STOPPED, Learner
+from diloco_jax.protocol.learner.recovery import Saved
 from diloco_jax.protocol.messages import STOPPED_OUTSIDE, SYNCER, FragmentValue, Heartbeat, Message, Refuse
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.recovery import Saved
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import Moment, TapedSyncer, lives, replay
 from tests.protocol.drivers import LearnerDriver, SyncerDriver, check_fates, saved_by

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Effects
+from diloco_jax.protocol.learner.recovery import Receiver
 from diloco_jax.protocol.messages import StateChunk
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.recovery import Receiver
 
 H = 6
 

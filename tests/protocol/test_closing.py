@@ -36,7 +36,7 @@ FACTS = Facts(quorum=2, live=3, fresh=2, counted=2, window=WINDOW, few=False, st
 @pytest.mark.parametrize(
     ("settings", "step_s", "quorum_s", "sync_s", "expected_s"),
     [
-        # slack = 2 * 1 - (0.5 + 1) = 0.5, of which 0.9 are used.
+        # slack = 2 * 1 - (0.5 + 1) = 0.5; a tenth of it is left over.
         pytest.param({}, 1.0, 0.5, 1.0, 0.45, id="most-of-the-slack"),
         # slack = 4 * 2 - (1 + 1) = 6. The cap is 1.5 steps of 2 s.
         pytest.param({"overlap_steps": 4, "grace_steps_max": 1.5}, 2.0, 1.0, 1.0, 3.0, id="capped"),

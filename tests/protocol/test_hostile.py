@@ -14,8 +14,8 @@ from diloco_jax.protocol import messages as m
 from diloco_jax.protocol.bounds import FRAGMENTS_MAX, STEP_SAMPLES_MAX, objection, without_value
 from diloco_jax.protocol.effects import Drop, Effect, Send
 from diloco_jax.protocol.leases import ORDER_MAX, LeaseBook
-from diloco_jax.protocol.recovery import AVOIDED_MAX, Matchmaker
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.matchmaker import AVOIDED_MAX, Matchmaker
 from diloco_jax.protocol.syncer.tape import TapedSyncer, replay
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.sim.hostile import FLOATS, NUMBERS, TEXTS, Hostile

@@ -4,6 +4,7 @@ import pytest
 
 from diloco_jax.protocol.effects import Adopt, AdoptState, Drop, Send
 from diloco_jax.protocol.learner.machine import JOINING, RECOVERING, TRAINING, Learner
+from diloco_jax.protocol.learner.recovery import Saved
 from diloco_jax.protocol.messages import (
     SYNCER,
     Advance,
@@ -20,7 +21,6 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.recovery import Saved
 from tests.protocol.pair import FINGERPRINT, Pair
 
 

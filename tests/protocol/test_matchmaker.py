@@ -6,7 +6,7 @@ from diloco_jax.protocol.effects import Drop, Note, Send
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, SILENT
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import StateEnd, StatePull, StateRefused, StateRequest, StateUnavailable
-from diloco_jax.protocol.recovery import Matchmaker
+from diloco_jax.protocol.syncer.matchmaker import Matchmaker
 from tests.protocol.recovery_inputs import Alone, part
 from tests.protocol.syncer_inputs import FINGERPRINT, hello
 

@@ -18,6 +18,7 @@ from diloco_jax.protocol.effects import (
     UnstageState,
 )
 from diloco_jax.protocol.learner.machine import JOINING, STOPPED, TRAINING, Learner
+from diloco_jax.protocol.learner.recovery import STATES_MAX, Saved
 from diloco_jax.protocol.messages import (
     Adopted,
     Advance,
@@ -37,7 +38,6 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.recovery import STATES_MAX, Saved
 from diloco_jax.protocol.syncer.machine import Syncer
 from tests.drawn import examples
 from tests.protocol.drivers import check_fates

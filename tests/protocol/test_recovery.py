@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol.effects import AdoptState, Drop, DropChunks, Effect, KeepChunk, Send, StageState, UnstageState
+from diloco_jax.protocol.learner.recovery import PARTS_IN_FLIGHT_MAX, PARTS_IN_FLIGHT_MIN, PARTS_MAX, STATES_MAX, Donor
 from diloco_jax.protocol.messages import (
     SYNCER,
     Message,
@@ -14,13 +15,6 @@ from diloco_jax.protocol.messages import (
     StateRefused,
     StateRequest,
     StateUnavailable,
-)
-from diloco_jax.protocol.recovery import (
-    PARTS_IN_FLIGHT_MAX,
-    PARTS_IN_FLIGHT_MIN,
-    PARTS_MAX,
-    STATES_MAX,
-    Donor,
 )
 from tests.protocol.recovery_inputs import Alone, H, begun, config, part, receiver
 

@@ -6,9 +6,9 @@ import pytest
 
 from diloco_jax.protocol.effects import AdoptState, Finish
 from diloco_jax.protocol.learner.machine import STOPPED, Learner
+from diloco_jax.protocol.learner.recovery import Saved
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import OTHER_RUN, GlobalFragment, Hello, Lease, Refuse, Welcome
-from diloco_jax.protocol.recovery import Saved
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer, replay
 from tests.protocol.pair import FINGERPRINT, Pair

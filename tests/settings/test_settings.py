@@ -18,7 +18,7 @@ from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.settings.compiler import compiler_variable, options_of
 from diloco_jax.settings.packed import packed
 from diloco_jax.settings.run import ModelConfig, RunConfig, TrainConfig
-from diloco_jax.settings.schema import config_schema, describe_settings, setting_names
+from diloco_jax.settings.schema import FIRST, config_schema, describe_settings, setting_names
 from diloco_jax.settings.slices import GENERATIONS, Topology
 from diloco_jax.settings.text import (
     PROBLEMS_SHOWN,
@@ -263,6 +263,8 @@ def test_settings_are_listed_with_their_values_and_meaning() -> None:
     assert '\n  --model.args {"dim": 64}  (mapping; default {})\n' in text
     assert "\n  --trackers wandb mlflow  (list; default tensorboard)\n" in text
     assert "\nislands.mesh: " in text and "\n  --islands.each.NAME.zone  (text; default null)\n" in text
+    first = " ".join(text.partition("The first to choose: ")[2].partition("\n\n")[0].split())
+    assert [each.partition(" ")[0].removeprefix("--") for each in first.split("; ")] == list(FIRST)
     listed = re.findall(r"^  --(\S+)", text, re.MULTILINE)
     assert {name for name in listed if ".NAME." not in name} == dict(setting_names(schema().schema)).keys()
 

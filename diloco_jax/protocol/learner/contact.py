@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.effects import Effects, Send
 from diloco_jax.protocol.learner.anchors import Anchors
+from diloco_jax.protocol.learner.recovery import PATIENCE_SILENCES
 from diloco_jax.protocol.leases import Allotment
 from diloco_jax.protocol.messages import SYNCER, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.recovery import PATIENCE_SILENCES
 
 
 @dataclass(slots=True)

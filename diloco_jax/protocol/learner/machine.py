@@ -27,12 +27,12 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol.effects import Adopt, Drop, Effect, Effects, EvaluateModel, Finish, SaveState, Send
 from diloco_jax.protocol.learner.anchors import GAP, USEFUL, Anchors, Heads
 from diloco_jax.protocol.learner.contact import Contact
+from diloco_jax.protocol.learner.recovery import Donor, Saved, Start
 from diloco_jax.protocol.learner.stager import Stager
 from diloco_jax.protocol.learner.waiting import FragmentWait
 from diloco_jax.protocol.leases import Allotment, Batch
 from diloco_jax.protocol.messages import NO_VERSION, SYNCER, Adopted, GlobalFragment, StepReport, SyncerMessage
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.recovery import Donor, Saved, Start
 
 JOINING, RECOVERING, TRAINING, WAITING, STOPPED = "joining", "recovering", "training", "waiting", "stopped"
 

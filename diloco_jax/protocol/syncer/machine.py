@@ -11,7 +11,7 @@ Rules of this file
 
 Each part of the machine has its own subject: Progress how far the run is, and Downstream the newest versions
 (progress.py); Membership and Roster the learners (membership.py, roster.py); RoundBook the rounds in flight (book.py);
-LeaseBook the data (leases.py); Matchmaker the transfers of states between learners (recovery.py); Evaluations the
+LeaseBook the data (leases.py); Matchmaker the transfers of states between learners (matchmaker.py); Evaluations the
 evaluations of the global model (evaluations.py); Comeback what a restarted syncer lacks (comeback.py).
 """
 
@@ -27,10 +27,10 @@ from diloco_jax.protocol.member import DISCONNECTED, SILENT, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, Hello, LearnerMessage, StateMessage, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.recovery import Matchmaker
 from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
 from diloco_jax.protocol.syncer.evaluations import NEVER, EvaluationPlan, Evaluations
+from diloco_jax.protocol.syncer.matchmaker import Matchmaker
 from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS, NO_BUDGET, Budget, Downstream, Limits, Progress
 from diloco_jax.protocol.syncer.roster import Roster
 from diloco_jax.protocol.syncer.round import COLLECTING, PULLING
@@ -222,7 +222,7 @@ class Syncer:
         self.comeback.on_anchor(member, message, now_s)
 
     def _on_state_message(self, member: Member, message: StateMessage, now_s: float) -> None:
-        """Forward one learner's state on its way to another (recovery.py)."""
+        """Forward one learner's state on its way to another (matchmaker.py)."""
         self.roster.heard(member, now_s)
         match message:
             case messages.StateRequest():

@@ -8,9 +8,9 @@ from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Me
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import ON_PURPOSE, Expel, Hello, Lease, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.recovery import Matchmaker
 from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
+from diloco_jax.protocol.syncer.matchmaker import Matchmaker
 from diloco_jax.protocol.syncer.progress import Progress
 from diloco_jax.protocol.syncer.round import Round
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
+from diloco_jax.protocol.learner.recovery import Saved
 from diloco_jax.protocol.leases import Batch
 from diloco_jax.protocol.messages import (
     FULL,
@@ -31,7 +32,6 @@ from diloco_jax.protocol.messages import (
     Metric,
     MetricsReport,
 )
-from diloco_jax.protocol.recovery import Saved
 from diloco_jax.runtime.island.blocks import IslandBlocks
 from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.follower import Follower

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -107,21 +106,6 @@ def die_with_parent() -> None:
     # The supervisor ended before this call.
     if os.getppid() != int(parent):
         raise SystemExit("the supervisor of this run has ended")
-
-
-def be_killed_with_parent() -> None:
-    """Let Linux send SIGKILL when the parent ends, which also ends a stopped process; do nothing elsewhere."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def is_stopped(pid: int) -> bool:
-    """Tell whether SIGSTOP or a similar signal has stopped a process; False if that is unknown."""
-    try:
-        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return told.rpartition(")")[2].split()[:1] == ["T"]
 
 
 def end_now(status: int) -> NoReturn:

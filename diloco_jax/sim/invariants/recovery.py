@@ -11,7 +11,7 @@ from diloco_jax.sim.holdings import Value, digest_of
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
-# Largest number of copies of a donor, see protocol/recovery.py.
+# Largest number of copies of a donor, see protocol/learner/recovery.py.
 STATES_MAX = 2
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from diloco_jax.core.codec import Format
+from diloco_jax.protocol.learner.recovery import PART_S, PARTS_IN_FLIGHT_MAX, PARTS_IN_FLIGHT_MIN
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.recovery import PART_S, PARTS_IN_FLIGHT_MAX, PARTS_IN_FLIGHT_MIN
 from diloco_jax.runtime.island.adoptions import STATE_PART_BYTES
 from diloco_jax.sim.goodput.bandwidth import (
     GBIT,

@@ -9,6 +9,7 @@ from unittest.mock import patch
 from diloco_jax.protocol.effects import AdoptState, Contribution, Effect, Effects, Merge, Send, UnstageState
 from diloco_jax.protocol.learner.anchors import STALE
 from diloco_jax.protocol.learner.machine import RECOVERING, TRAINING, Learner, ScheduleClock
+from diloco_jax.protocol.learner.recovery import Start
 from diloco_jax.protocol.learner.stager import Stager
 from diloco_jax.protocol.learner.waiting import FragmentWait
 from diloco_jax.protocol.leases import Batch, LeaseBook
@@ -24,7 +25,6 @@ from diloco_jax.protocol.messages import (
     SyncerMessage,
 )
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.protocol.recovery import Start
 from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.comeback import Comeback
 from diloco_jax.protocol.syncer.machine import Syncer
