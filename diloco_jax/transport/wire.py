@@ -6,7 +6,7 @@ Rules of this file
     under the interpreter's lock, and any protobuf client can still read and write the stream.
   * The last field of a frame before its data is a checksum of all bytes before it, so that a flipped bit is noticed
     on connections without encryption too. Frames of releases without checksums are accepted as they are
-    (docs/decisions/0061-checksum-of-frames.md).
+    (docs/decisions/0091-bulk-beside-grpc.md).
   * Control characters are removed from texts, and reasons are cut, before anyone reads them (protocol/texts.py).
   * A reader checks everything before it uses it and before it allocates memory for it. A violation raises WireError,
     and the stream is not read any further.

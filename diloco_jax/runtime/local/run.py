@@ -385,7 +385,7 @@ def core_share(islands: IslandsConfig, name: str, cores: Sequence[int]) -> set[i
     """Return the cores of an emulated island if all islands can have an equal share; an empty set means any core.
 
     Emulated islands that share cores freely get them unevenly for seconds at a time, so that their step times differ
-    by a factor of five (docs/decisions/0005-core-shares.md).
+    by a factor of five (docs/decisions/0022-devices.md).
     """
     count, available = islands.count, len(cores)
     if name not in islands.names or count == 1:
