@@ -315,7 +315,8 @@ def test_a_mesh_computes_what_one_device_does(mesh: dict[str, int]) -> None:
     with use_layout(layout):
         compute: Any = lambda p, *b: join_model(layer.graphdef, p)(*b)[0]  # type: ignore  # noqa: E731
         program = jax.jit(compute).lower(placed, *batch).compile()
-        np.testing.assert_allclose(program(placed, *batch), want, atol=5e-5)
+        # Sums in another order; how far they differ depends on the processor.
+        np.testing.assert_allclose(program(placed, *batch), want, atol=5e-6 * float(np.abs(want).max()))
         if len(mesh) == 2 and "fsdp" in mesh:
             _, found = jax.jit(partial(total_and_gradients, layer.graphdef))(placed, *batch)
             for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
