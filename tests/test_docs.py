@@ -68,7 +68,7 @@ def test_every_page_is_once_in_the_manual_or_in_the_records() -> None:
 
 
 def test_every_page_of_the_site_links_to_the_glossary() -> None:
-    """The template of the site has the link once for all pages; readers of the repository find it in README and index."""
+    """The site's template has the link for all pages; readers of the repository find it in README and index."""
     docs = ROOT / "docs"
     assert "pathto('glossary')" in (docs / "_templates" / "page.html").read_text(encoding="utf-8")
     assert 'templates_path = ["_templates"]' in (docs / "conf.py").read_text(encoding="utf-8")
