@@ -31,6 +31,8 @@ copybutton_exclude = ".linenos, .gp, .go"
 html_theme = "furo"
 html_title = "diloco_jax"
 html_static_path = ["_static"]
+# Each page starts with a link to the glossary.
+templates_path = ["_templates"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False

@@ -94,7 +94,7 @@ class IslandsConfig:
     restart. Leave it unless a controller such as Pathways gives all slices to one process."""
     pathways: bool = False
     """Let the one process of controller single see its devices through Pathways; it needs the package pathwaysutils and
-    JAX_PLATFORMS=proxy. Set it only on a cluster that runs Pathways (docs/pathways.md); diloco_jax has never run
+    JAX_PLATFORMS=proxy. Set it only on a cluster that runs Pathways (docs/launch.md); diloco_jax has never run
     there."""
     slice_wait_s: float = 86400.0
     """Seconds that an island waits for its slice after Pathways took it away; the wait does not count for restarts_max.

@@ -1,4 +1,4 @@
-"""`diloco chaos`: it runs a real local job under a schedule of faults, and judges the result (docs/chaos.md)."""
+"""`diloco chaos`: it runs a real local job under a schedule of faults, and judges the result (docs/faults.md)."""
 
 import json
 import signal
