@@ -4,8 +4,9 @@ A round that has met its quorum waits for the other learners until the first of 
 
   * all live learners have reported;
   * the grace window of Eq. 3 is over, and enough of the learners that keep pace reported within it;
-  * the least wait for the learners that keep pace is over: one step, which counts as at least LEAST_STEP_S. In the
-    first turn of the fragments, a round also waits FIRST_TURN_S for learners that make their first step.
+  * the least wait for the learners that keep pace is over: one step, which counts as at least LEAST_STEP_S. If steps
+    are shorter than SHORT_STEP_S, a round in the first turn of the fragments also waits FIRST_TURN_S for learners that
+    make their first step.
 
 It never closes before the links have carried the version before it. Eq. 3 gives a round the part of tau steps that its
 quorum and its exchange leave. If that is nothing, a round would merge only the learner that reports first, and several
@@ -23,11 +24,12 @@ GAMMA = 0.9
 LEAST_STEP_S = 0.1
 # In the first turn of the fragments, a round waits this long for learners that have not made a step yet.
 FIRST_TURN_S = 1.0
-# A learner keeps pace if its steps are at most this many times as long as the median ones.
-PACE_FACTOR = 1.25
+# A learner keeps pace if its steps are at most this many times as long as the median ones, or shorter than this.
+PACE_FACTOR, SHORT_STEP_S = 1.25, 0.033
 # A learner whose newest report is older than this many of its steps has stopped, and rounds do not wait for it.
 PACE_REPORTS = 3.0
-# This share of the learners that keep pace is enough to close a round when its grace window is over.
+# This share of the learners that keep pace is enough to close a round when its grace window is over. In lockstep, the
+# step that a round misses is lost, so all of them are needed.
 ENOUGH = 0.75
 
 # Why a round is open.

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from math import inf
 from typing import Any
 
-from diloco_jax.protocol.closing import LEAST_STEP_S, PACE_FACTOR, PACE_REPORTS
+from diloco_jax.protocol.closing import LEAST_STEP_S, PACE_FACTOR, PACE_REPORTS, SHORT_STEP_S
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
 from diloco_jax.protocol.messages import FULL, NO_VERSION, OTHER_RUN, STALE, SYNCER, Hello
 from diloco_jax.protocol.releases import OLDEST, PROTOCOL
@@ -200,7 +200,7 @@ class Membership:
         get does not count, once it has its alarm.
         """
         median_s = self.median_step_s() or 0.0
-        limit_s = PACE_FACTOR * max(median_s, LEAST_STEP_S)
+        limit_s = max(PACE_FACTOR * median_s, SHORT_STEP_S)
         live = [m for m in self.members.values() if m.state == ACTIVE and not m.credit.alarmed]
         steps = [(m, m.step_s if m.step_s is not None else median_s) for m in live]
         return [

@@ -20,6 +20,7 @@ from diloco_jax.protocol.claims import contradiction
 from diloco_jax.protocol.closing import (
     ENOUGH,
     GAMMA,
+    SHORT_STEP_S,
     Facts,
     GraceWindow,
     closing,
@@ -160,7 +161,7 @@ class RoundBook:
     def _facts(self, this: Round, late: set[str], now_s: float) -> Facts:
         """Return what decides when a round closes."""
         window, fresh = this.window, len(self.fresh - late)
-        few = window is not None and window.grace_s <= now_s < window.least_s and self._few(window, late, now_s)
+        few = window is not None and window.grace_s <= now_s and self._few(window, late, now_s)
         return Facts(
             self.config.quorum,
             self.membership.live - len(late),
@@ -180,7 +181,7 @@ class RoundBook:
         paced = [m for m in self.membership.keeping_pace(now_s) if m.learner_id not in late]
         reported = [m for m in paced if m.learner_id in self.fresh]
         timely = sum(m.reported_s <= window.grace_s for m in reported)
-        return len(reported) < len(paced) and timely < ENOUGH * len(paced)
+        return len(reported) < len(paced) and timely < (1.0 if self.lockstep else ENOUGH) * len(paced)
 
     def _starting(self, this: Round) -> bool:
         """Return whether, in the first turn of the fragments, a joined learner has not made a step yet.
@@ -188,6 +189,8 @@ class RoundBook:
         Without this wait, rounds of a few milliseconds would use up much of a short run while that learner compiles.
         """
         if this.global_step > self.config.groups.gap_max or not self.config.grace_steps_max:
+            return False
+        if (self.membership.median_step_s() or 0.0) >= SHORT_STEP_S:
             return False
         return any(m.state == JOINING and m.total_steps == 0 for m in self.membership.members.values())
 
