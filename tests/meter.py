@@ -2,8 +2,9 @@
 
 The suite prints the sums by folder and its dearest tests, and keeps them in build/suite.json. CI compares this file
 with the committed budget: `python tests/meter.py` ends with status 1 if a folder costs more than its row in
-tests/budget.toml. Processor time is that of the worker and of the processes that a test started and waited for. It is
-divided by the machine's pace, so that a slow or busy machine does not exceed a budget that was measured on another one.
+tests/budget.toml. Processor time is that of the worker and of the processes that a test started and waited for. Each
+test's is divided by the machine's pace while it ran, so that a machine that is slow, or slow for a quarter of an hour,
+does not exceed a budget that was measured on another one.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import sys
 import time
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "build" / "suite.json"
 BUDGET = Path(__file__).with_name("budget.toml")
 DEAREST = 20
-# What one piece of `pace` takes on an idle core of the machine that measured the budget.
+# What the work of `pace` takes on an idle core of the machine that measured the budget.
 PIECE_S = 0.022
+# The pace is read again after so much processor time. A shared machine changes it by half within seconds, so a test is
+# divided by the mean of the last readings.
+READ_EVERY_S = 2.0
+READINGS = 5
 MISSING = re.compile(r"the extra ([\w-]+) is not installed")
 # By mark: the command that runs what the default selection leaves out.
 LEFT_OUT = {
@@ -48,15 +53,12 @@ def processor_s() -> float:
 
 
 def pace() -> float:
-    """Return how many times longer a fixed piece of work takes here than where the budget was measured; at least 1."""
-    pieces = []
-    for _ in range(5):
-        begun_s = time.process_time()
-        table = {}
-        for number in range(200_000):
-            table[number & 1023] = str(number)
-        pieces.append(time.process_time() - begun_s)
-    return max(1.0, min(pieces) / PIECE_S)
+    """Return how many times longer a fixed piece of work takes now than where the budget was measured."""
+    begun_s = time.process_time()
+    table = {}
+    for number in range(200_000):
+        table[number & 1023] = str(number)
+    return (time.process_time() - begun_s) / PIECE_S
 
 
 def folder_of(test: str) -> str:
@@ -69,12 +71,17 @@ def folder_of(test: str) -> str:
 class Meter:
     """Measures in the process that runs tests, and adds up and prints in the process that a person started."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(
+        self, config: pytest.Config, clock: Callable[[], float] = processor_s, reading: Callable[[], float] = pace
+    ) -> None:
         self.config = config
+        self.clock = clock
+        self.reading = reading
         self.is_worker = hasattr(config, "workerinput")
         self.mark_s = 0.0
+        self.read_s = 0.0
         self.tests: Counter[str] = Counter()
-        self.collection: list[float] = []
+        self.collection = 0.0
         self.paces: list[float] = []
         self.left_out: Counter[str] = Counter()
         self.missing: set[str] = set()
@@ -84,19 +91,24 @@ class Meter:
             self.left_out.update(name for name in LEFT_OUT if item.get_closest_marker(name))
 
     def pytest_collection_finish(self) -> None:
-        self.collection = [processor_s()]
-        self.paces = [pace()]
+        spent_s = self.clock()
+        self.paces = [self.reading() for _ in range(READINGS)]
+        self.collection = spent_s / self.slower()
+        self.read_s = self.clock()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
-        self.mark_s = processor_s()
+        if self.clock() - self.read_s > READ_EVERY_S:
+            self.paces.append(self.reading())
+            self.read_s = self.clock()
+        self.mark_s = self.clock()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        now_s = processor_s()
-        report.user_properties.append(("processor_s", now_s - self.mark_s))
+        now_s = self.clock()
+        report.user_properties.append(("processor_s", (now_s - self.mark_s) / self.slower()))
         self.mark_s = now_s
         return report
 
@@ -118,27 +130,26 @@ class Meter:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.is_worker:
             output: dict[str, Any] = self.config.workeroutput  # type: ignore[attr-defined]
-            output["meter"] = [self.collection, [*self.paces, pace()], dict(self.left_out), sorted(self.missing)]
+            output["meter"] = [self.collection, self.paces, dict(self.left_out), sorted(self.missing)]
 
     def pytest_testnodedown(self, node: Any) -> None:
-        collection, paces, left_out, missing = getattr(node, "workeroutput", {}).get("meter", ([], [], {}, []))
-        self.collection += collection
+        collection_s, paces, left_out, missing = getattr(node, "workeroutput", {}).get("meter", (0.0, [], {}, []))
+        self.collection += collection_s
         self.paces += paces
         self.left_out |= Counter(left_out)
         self.missing.update(missing)
 
     def slower(self) -> float:
-        """Return the median of the paces at the start and end of each process: one disturbed reading changes little."""
-        return statistics.median(self.paces or [1.0])
+        """Return by what a test's time is divided: the mean of the last readings, at least 1."""
+        return max(1.0, statistics.fmean(self.paces[-READINGS:]))
 
     def sums(self) -> dict[str, float]:
         """Return processor time by row of the budget, in seconds at the pace of the budget's machine."""
         rows: dict[str, float] = defaultdict(float)
         for test, spent_s in self.tests.items():
             rows[folder_of(test)] += spent_s
-        rows[COLLECTION] = sum(self.collection)
-        slower = self.slower()
-        return {name: spent_s / slower for name, spent_s in sorted(rows.items())}
+        rows[COLLECTION] = self.collection
+        return dict(sorted(rows.items()))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.is_worker or self.config.option.collectonly or not self.tests:
@@ -148,7 +159,7 @@ class Meter:
             "folders": rows,
             "tests": dict(self.tests.most_common()),
             "missing": sorted(self.missing),
-            "pace": self.slower(),
+            "pace": statistics.fmean(self.paces or [1.0]),
         }
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(json.dumps(kept, indent=1))

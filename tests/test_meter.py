@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import meter
-from tests.meter import Meter, folder_of, problems, read_budget
+from tests.meter import READINGS, Meter, folder_of, problems, read_budget
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -24,13 +24,30 @@ def measured() -> Meter:
     for spent_s in ([1.0], [1.0, 2.0], [1.0, 2.0, 0.5]):
         found.pytest_runtest_logreport(report("tests/core/test_a.py::test_b[c/d]", *spent_s))
     found.pytest_runtest_logreport(report("tests/test_e.py::test_f", 4.0, reason="the extra ray is not installed"))
-    worker = {"meter": [[8.0], [1.0, 2.0, 2.0, 9.0], {"long": 3}, ["parity"]]}
+    worker = {"meter": [8.0, [1.0, 2.0, 2.0, 9.0], {"long": 3}, ["parity"]]}
     found.pytest_testnodedown(SimpleNamespace(workeroutput=worker))
     return found
 
 
-def test_sums_are_of_all_phases_by_folder_at_the_pace_of_the_budgets_machine() -> None:
-    assert measured().sums() == {"collection": 4.0, "core": 1.75, "tests": 2.0}
+def test_sums_are_of_all_phases_by_folder() -> None:
+    assert measured().sums() == {"collection": 8.0, "core": 3.5, "tests": 4.0}
+
+
+def test_a_test_is_divided_by_the_machines_pace_while_it_ran() -> None:
+    # The machine is at the budget's pace until the second test begins, then three times slower. Each works for 6 s.
+    spent_s = iter([10.0, 10.0, 10.0, 10.0, 16.0, 16.0, 16.0, 16.0, 22.0])
+    paces = iter([1.0] * READINGS + [3.0] * READINGS)
+    found = Meter(SimpleNamespace(), lambda: next(spent_s), lambda: next(paces))  # type: ignore[arg-type]
+    found.pytest_collection_finish()
+    assert found.collection == 10.0
+    for at_its_pace_s in (6.0, 6.0 / 1.4):
+        next(found.pytest_runtest_protocol())
+        said = report("tests/core/test_a.py::test_b")
+        phase = found.pytest_runtest_makereport()
+        next(phase)
+        with pytest.raises(StopIteration):
+            phase.send(said)
+        assert said.user_properties == [("processor_s", pytest.approx(at_its_pace_s))]
 
 
 def test_the_last_line_names_what_was_left_out_and_how_to_run_it() -> None:
