@@ -18,7 +18,8 @@ from diloco_jax.protocol.releases import RELEASE
 
 OVERRIDES = "settings of the config may follow as --section.name value; `CONFIG --settings` lists them all"
 CONFIG_HELP = "YAML file, or a packaged config such as quickstart"
-SETTINGS_HELP = "list all settings with their meaning, and exit"
+SETTINGS_HELP = "list the settings with their meaning, and exit"
+ALL_HELP = "with --settings: list those of clouds, GPU hosts and TPU generations, too"
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,6 +51,7 @@ class Parser(argparse.ArgumentParser):
         """Add the argument `config`, the option --settings, and settings of the config after them."""
         self.add_argument("config", help=help, **how)
         self.takes_settings(OVERRIDES, SETTINGS_HELP)
+        self.add_argument("--all", action="store_true", help=ALL_HELP)
 
     def takes_settings(self, epilog: str, help: str) -> None:
         """Add --settings, and accept settings that this parser does not know; `epilog` describes them."""

@@ -36,7 +36,8 @@ def load_config(arguments: argparse.Namespace) -> RunConfig:
         from diloco_jax.settings.schema import describe_settings
 
         width = min(WIDTH_MAX, shutil.get_terminal_size().columns)
-        print(describe_settings(load(arguments.config), f"{command} {word}", width))
+        every = arguments.all or arguments.name == "launch"
+        print(describe_settings(load(arguments.config), f"{command} {word}", width, every=every))
         raise SystemExit(0)
     _check_content(Path(arguments.config))
     files = [word for word in arguments.overrides if word.endswith((".yaml", ".yml"))]

@@ -6,9 +6,12 @@ must differ between islands: `data_shuffle_seed` and `run_name`, the folder of M
 
 import shlex
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
+
+from pydantic import ValidationError
 
 # What an island reads: all data in a separate order, a separate shard of the data, what the syncer leases, or the same
 # data in the same order as every other island.
@@ -138,3 +141,15 @@ def _check_fits(data: Data, values: Mapping[str, str]) -> None:
     for key, (value, reason) in NEEDED[data].items():
         if (found := values.get(key, value)).lower() != value:
             raise ValueError(f"{key}={found} does not fit to --data {data}: {reason}; use {key}={value}")
+
+
+@contextmanager
+def refusal_named() -> Iterator[None]:
+    """Turn MaxText's refusal of its arguments into one ValueError with all reasons: the island would fail again."""
+    try:
+        yield
+    except ValidationError as error:
+        if error.title != "MaxTextConfig":
+            raise
+        reasons = [" ".join([*map(str, each["loc"]), each["msg"]]) for each in error.errors(include_url=False)]
+        raise ValueError(f"MaxText refuses its arguments: {'; '.join(reasons)}. Correct them") from None

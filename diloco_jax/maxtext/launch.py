@@ -13,7 +13,7 @@ from maxtext.input_pipeline import grain_data_processing as pipeline
 from maxtext.trainers.pre_train import train
 from maxtext.utils import train_utils
 
-from diloco_jax.maxtext.arguments import Data, read_arguments, with_defaults
+from diloco_jax.maxtext.arguments import Data, read_arguments, refusal_named, with_defaults
 from diloco_jax.maxtext.batches import Leases, leased_pipeline, replaced, sharded
 from diloco_jax.maxtext.command import configs_folder
 from diloco_jax.maxtext.loop import IslandLoop
@@ -78,6 +78,7 @@ def run(
             )
         # MaxText's own command does so; grain reads a flag when it starts a worker process.
         absl.flags.FLAGS(sys.argv[:1] or [""])
+        stack.enter_context(refusal_named())
         train.main([train.__file__, *arguments.as_words()])
         if loop.trouble:
             raise RuntimeError(f"MaxText ended before the run: {loop.trouble}")

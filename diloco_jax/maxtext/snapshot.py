@@ -15,7 +15,7 @@ from maxtext.utils.maxtext_utils import get_mesh_from_config
 from maxtext.utils.model_creation_utils import create_nnx_abstract_model
 
 from diloco_jax.core.kinds import as_stored
-from diloco_jax.maxtext.arguments import read_arguments, with_defaults
+from diloco_jax.maxtext.arguments import read_arguments, refusal_named, with_defaults
 from diloco_jax.maxtext.command import configs_folder
 from diloco_jax.nnx import VariableHolder
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
@@ -32,7 +32,8 @@ def model_of(words: Sequence[str]) -> VariableHolder:
     """
     given = read_arguments(words, configs_folder())
     arguments = with_defaults(given, run="export", island="export", steps=1, hosts=1, data="same")
-    config = pyconfig.initialize([__file__, *arguments.as_words()])
+    with refusal_named():
+        config = pyconfig.initialize([__file__, *arguments.as_words()])
     _, model = create_nnx_abstract_model(config, get_mesh_from_config(config))
     return VariableHolder(nnx.state(model))
 

@@ -56,6 +56,8 @@ FIRST = (
     "wire.up",
     "wire.down",
 )
+# The sections that only a launch on a cloud or on GPU hosts reads: docs/launch-reference.md has their settings.
+LAUNCH = ("cloud", "gpu", "islands.generations.NAME")
 # Stands in a setting's name for a name that the user chooses, such as that of an island.
 ANY_NAME = "NAME"
 
@@ -119,26 +121,29 @@ def setting_names(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from ((setting.name, setting.help) for setting in section.settings)
 
 
-def describe_settings(config: RunConfig, command: str, width: int) -> str:
-    """List every setting with its value in this config and its meaning, in lines of about `width` characters.
+def describe_settings(config: RunConfig, command: str, width: int, *, every: bool = True) -> str:
+    """List the settings with their values in this config and their meanings, in lines of about `width` characters.
 
     Args:
         command: the command line that takes the settings, up to the config.
+        every: whether to list the sections in LAUNCH, too.
     """
     values = as_plain(config)
-    lines = [
-        *textwrap.wrap(
-            f"{command}: every setting, its value in this config, and its meaning. The command line changes a setting "
-            "when --section.name value follows the config.",
-            width,
-        )
-    ]
+    about = (
+        f"{command}: every setting, its value in this config, and its meaning. The command line changes a setting "
+        "when --section.name value follows the config."
+    )
+    if not every:
+        about += f" --settings --all lists {', '.join(LAUNCH)}, too, which only `diloco launch` and `preflight` read."
+    lines = textwrap.wrap(about, width)
     first = "; ".join(f"--{name} {_value(reduce(getitem, name.split('.'), values))}" for name in FIRST)
     lines += [
         "",
         *textwrap.wrap(f"The first to choose: {first}", width, break_long_words=False, break_on_hyphens=False),
     ]
     for section in sections(config_schema()):
+        if section.name in LAUNCH and not every:
+            continue
         lines += ["", *textwrap.wrap(f"{section.name or 'the run'}: {section.help}", width)]
         for setting in section.settings:
             fixed = ANY_NAME not in setting.name.split(".")

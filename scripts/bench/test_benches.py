@@ -39,6 +39,7 @@ class Bench(NamedTuple):
 ISLAND = "--dim 32 --layers 1 --batch-size 2 --seq-len 16 --pairs 1 --steps 2"
 SMALLEST = [
     Bench("arrival", "--mbytes 1 --runs 1 --json", results=6),
+    Bench("cuts", "--payload-mb 2 --mbit 100 --every 1 --seconds 3 --json"),
     Bench("data", "--pairs 1 --steps 3 --batch-size 2 --seq-len 16 --json"),
     Bench("donor", f"{ISLAND} --json"),
     Bench("join", f"{ISLAND} --devices 1 --nice 0 --json"),

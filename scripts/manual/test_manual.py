@@ -4,7 +4,7 @@ import re
 
 import pytest
 from manual.__main__ import DOCS, made
-from manual.config_page import ADVICE, config_page, entry
+from manual.config_page import ADVICE, config_page, entry, launch_settings
 
 from diloco_jax.settings.schema import Setting, config_schema, kind_of, sections
 
@@ -27,7 +27,8 @@ def test_the_meaning_of_zero_is_explained() -> None:
 
 
 def test_every_setting_has_its_entry_once() -> None:
-    names = re.findall(r"^### `([\w.]+)`$", config_page(config_schema()), re.MULTILINE)
+    pages = config_page(config_schema()) + launch_settings(config_schema())
+    names = re.findall(r"^### `([\w.]+)`$", pages, re.MULTILINE)
     assert len(names) == len(set(names)) > 150
     assert {"name", "train.steps", "islands.mesh.fsdp", "islands.each.NAME.zone", "data.mixture.NAME.weight"} <= set(
         names

@@ -3,8 +3,17 @@
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
-from diloco_jax.maxtext.arguments import DATA, Arguments, island_seed, own_command, read_arguments, with_defaults
+from diloco_jax.maxtext.arguments import (
+    DATA,
+    Arguments,
+    island_seed,
+    own_command,
+    read_arguments,
+    refusal_named,
+    with_defaults,
+)
 
 
 @pytest.fixture
@@ -46,6 +55,18 @@ def test_the_config_of_the_user_goes_before(configs: Path, tmp_path: Path) -> No
 def test_wrong_arguments_are_named(words: list[str], message: str, configs: Path) -> None:
     with pytest.raises(ValueError, match=message):
         read_arguments(words, configs)
+
+
+def test_arguments_that_maxtext_refuses_are_wrong_input_with_all_reasons() -> None:
+    class MaxTextConfig(BaseModel):
+        steps: int
+        dtype: str
+
+    reasons = "MaxText refuses its arguments: steps Input should be .*; dtype Field required"
+    with pytest.raises(ValueError, match=reasons), refusal_named():
+        MaxTextConfig(steps="many")  # type: ignore[call-arg, arg-type]
+    with pytest.raises(ValueError, match=r"^1 validation error for Other"), refusal_named():
+        type("Other", (MaxTextConfig,), {})(steps=1)
 
 
 def test_defaults_come_from_the_run(configs: Path) -> None:

@@ -10,7 +10,13 @@ from tests.maxtext.runs import rows, score_in_maxtext, train
 
 pytestmark = [pytest.mark.trainers, pytest.mark.net]
 ROUNDS: dict[str, Any] = {"train": {"steps": 60, "eval_every": 30}}
-EXPERTS = {"num_experts": "4", "num_experts_per_tok": "2", "sparse_matmul": "false", "megablox": "false"}
+EXPERTS = {
+    "num_experts": "4",
+    "base_moe_mlp_dim": "128",
+    "num_experts_per_tok": "2",
+    "sparse_matmul": "false",
+    "megablox": "false",
+}
 CASES: dict[str, dict[str, str]] = {
     "gemma2": {"decoder_block": "gemma2", "use_post_attn_norm": "true", "use_post_ffw_norm": "true"},
     "qwen3": {"decoder_block": "qwen3", "use_qk_norm": "true"},
