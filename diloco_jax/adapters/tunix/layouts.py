@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from diloco_jax.nnx.holder import VariableHolder
+from diloco_jax.adapters.nnx.holder import VariableHolder
 from diloco_jax.training.sharding import LogicalAxes
 
 

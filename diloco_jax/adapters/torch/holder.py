@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from diloco_jax.adapters.torch.copies import DTYPES, HostArray, as_tensor, fill, start_copy
+from diloco_jax.adapters.torch.moments import Scheduler, TorchMoments
+from diloco_jax.adapters.torch.names import Names, placed_parameters, plain, tables, unwrapped
 from diloco_jax.core.fragments import Slice, whole
 from diloco_jax.runtime.own_loop.host_arrays import HostArrays
-from diloco_jax.torch.copies import DTYPES, HostArray, as_tensor, fill, start_copy
-from diloco_jax.torch.moments import Scheduler, TorchMoments
-from diloco_jax.torch.names import Names, placed_parameters, plain, tables, unwrapped
 from diloco_jax.training.island_state import IslandState
 from diloco_jax.training.sharding import LogicalAxes
 from diloco_jax.training.whole_state.staging import HostCopy

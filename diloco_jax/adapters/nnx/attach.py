@@ -14,8 +14,8 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from diloco_jax.nnx.holder import KEPT, VariableHolder
-from diloco_jax.nnx.variables import VariableArrays, by_path, variables_of
+from diloco_jax.adapters.nnx.holder import KEPT, VariableHolder
+from diloco_jax.adapters.nnx.variables import VariableArrays, by_path, variables_of
 from diloco_jax.runtime.own_loop.attached import AttachedIsland, HeldArrays
 from diloco_jax.runtime.own_loop.enter import LoopOptions, check_options, enter
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland, log

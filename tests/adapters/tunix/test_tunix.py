@@ -15,9 +15,9 @@ import yaml
 
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.runtime.records.telemetry import read_metrics
+from tests.adapters.tunix.environment import tunix_python
 from tests.limits import SLOW_HANGS_S
 from tests.runtime.helpers import ROOT, island_pid, kill_processes, notes, start, wait_for
-from tests.tunix.environment import tunix_python
 
 pytestmark = [pytest.mark.trainers, pytest.mark.net]
 

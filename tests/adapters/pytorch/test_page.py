@@ -53,7 +53,7 @@ def test_a_snapshot_becomes_the_state_of_a_module_with_shared_weights(
 ) -> None:
     import torch
 
-    from diloco_jax.torch.names import placed_parameters
+    from diloco_jax.adapters.torch.names import placed_parameters
 
     monkeypatch.chdir(tmp_path)
     trained, model = tied(), tied()
@@ -83,8 +83,8 @@ def test_the_two_loops_of_the_cookbook_have_one_model(tmp_path: Path) -> None:
     from flax import nnx
 
     import diloco_jax.torch
-    from diloco_jax.nnx.holder import VariableHolder
-    from diloco_jax.torch.holder import TorchHolder
+    from diloco_jax.adapters.nnx.holder import VariableHolder
+    from diloco_jax.adapters.torch.holder import TorchHolder
 
     (recipe,) = re.findall(r"```bash\n(sed .*?)^cat ", (ROOT / "docs" / "cookbook.md").read_text(), re.S | re.M)
     subprocess.run(["bash", "-euc", recipe.replace("docs/", f"{ROOT}/docs/")], cwd=tmp_path, check=True)

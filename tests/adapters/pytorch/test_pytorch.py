@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from diloco_jax.torch.copies import as_tensor, fill, start_copy
-from diloco_jax.torch.holder import TorchArrays, TorchHolder
-from diloco_jax.torch.names import like_flax, placed_parameters, unwrapped
+from diloco_jax.adapters.torch.copies import as_tensor, fill, start_copy
+from diloco_jax.adapters.torch.holder import TorchArrays, TorchHolder
+from diloco_jax.adapters.torch.names import like_flax, placed_parameters, unwrapped
 
 pytestmark = pytest.mark.extra("parity")
 # Threads that wait for each other would cost more than these small arrays.
@@ -164,8 +164,8 @@ def test_only_the_pieces_of_a_fragment_are_read_and_written(monkeypatch: pytest.
         sizes.append(tensor.numel())
         fill(tensor, value)
 
-    monkeypatch.setattr("diloco_jax.torch.holder.start_copy", copied)
-    monkeypatch.setattr("diloco_jax.torch.holder.fill", filled)
+    monkeypatch.setattr("diloco_jax.adapters.torch.holder.start_copy", copied)
+    monkeypatch.setattr("diloco_jax.adapters.torch.holder.fill", filled)
     for fragment in fragments:
         sizes.clear()
         state.adopt(fragment, {key: np.zeros(shape, np.float32) for key, shape in fragment.keys_shapes})

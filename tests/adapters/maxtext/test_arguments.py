@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from diloco_jax.maxtext.arguments import DATA, Arguments, island_seed, own_command, read_arguments, with_defaults
+from diloco_jax.adapters.maxtext.arguments import (
+    DATA,
+    Arguments,
+    island_seed,
+    own_command,
+    read_arguments,
+    with_defaults,
+)
 
 
 @pytest.fixture

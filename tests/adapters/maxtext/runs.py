@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from tests.adapters.maxtext.environment import clean_environment
 from tests.limits import SLOW_HANGS_S
-from tests.maxtext.environment import clean_environment
 
 EVALUATED = re.compile(r"Completed eval after train step (\d+), loss=([0-9.]+)")
 OWN_STEP = re.compile(r"completed step: (\d+),")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_jax.maxtext.batches import Leases, leased_pipeline, position_of, replaced, sharded
+from diloco_jax.adapters.maxtext.batches import Leases, leased_pipeline, position_of, replaced, sharded
 
 RECORDS = 10
 

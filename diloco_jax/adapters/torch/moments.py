@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from diloco_jax.torch.copies import DTYPES, HostArray, fill, start_copy
-from diloco_jax.torch.names import plain
+from diloco_jax.adapters.torch.copies import DTYPES, HostArray, fill, start_copy
+from diloco_jax.adapters.torch.names import plain
 from diloco_jax.training.exchanged import OPTIMIZER, OTHER
 from diloco_jax.training.whole_state.staging import HostCopy
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from diloco_jax.maxtext.clock import OptimizerClock, schedule_counters
+from diloco_jax.adapters.maxtext.clock import OptimizerClock, schedule_counters
 from diloco_jax.training.sharding import put_array
 
 
@@ -57,7 +57,7 @@ def test_nothing_is_written_while_the_clock_agrees(monkeypatch: pytest.MonkeyPat
         writes.append(int(value))
         return put_array(value, layout)
 
-    monkeypatch.setattr("diloco_jax.maxtext.clock.put_array", put)
+    monkeypatch.setattr("diloco_jax.adapters.maxtext.clock.put_array", put)
     optimizer = nnx.state(state_of(optax.adamw(rate))[1])
     clock = OptimizerClock(optimizer)
     for step in (5, 6, 7, 9, 10):

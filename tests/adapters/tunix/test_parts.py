@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 import diloco_jax.tunix
-from diloco_jax.tunix.island import TunixIsland
-from diloco_jax.tunix.trainer import GlobalEvaluation, RunData, WatchedStep, axes_of
+from diloco_jax.adapters.tunix.island import TunixIsland
+from diloco_jax.adapters.tunix.trainer import GlobalEvaluation, RunData, WatchedStep, axes_of
 
 
 @dataclass

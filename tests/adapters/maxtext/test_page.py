@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from diloco_jax.adapters.maxtext.arguments import own_command, read_arguments
 from diloco_jax.maxtext.__main__ import main
-from diloco_jax.maxtext.arguments import own_command, read_arguments
 from diloco_jax.settings.text import parse_text
 from tests.runtime.helpers import ROOT
 
@@ -90,7 +90,7 @@ def command(module: str, *words: str) -> subprocess.CompletedProcess[str]:
 def test_help_needs_neither_maxtext_nor_jax(module: str) -> None:
     ended = command(module, "--help")
     assert ended.returncode == 0 and ended.stdout.startswith(f"usage: python -m {module} ")
-    assert "diloco_jax.maxtext.arguments" in ended.stderr and " jax\n" not in ended.stderr
+    assert "diloco_jax.adapters.maxtext.arguments" in ended.stderr and " jax\n" not in ended.stderr
 
 
 @pytest.mark.parametrize("module", COMMANDS)

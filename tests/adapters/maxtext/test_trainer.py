@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import SLOW_HANGS_S
-from tests.maxtext.environment import clean_environment, corpus, maxtext_python, parquet_words, words
-from tests.maxtext.runs import (
+from tests.adapters.maxtext.environment import clean_environment, corpus, maxtext_python, parquet_words, words
+from tests.adapters.maxtext.runs import (
     log_of,
     notes_of_joining,
     own_steps,
@@ -24,6 +23,7 @@ from tests.maxtext.runs import (
     train,
     wait_until,
 )
+from tests.limits import SLOW_HANGS_S
 from tests.runtime.helpers import ROOT
 
 # Two islands on two busy cores need minutes to import MaxText.

@@ -14,10 +14,10 @@ import jax
 from flax import nnx
 from maxtext.utils.exceptions import StopTraining
 
-from diloco_jax.maxtext.batches import Leases, position_of
-from diloco_jax.maxtext.clock import OptimizerClock
-from diloco_jax.maxtext.evaluation import MaxTextEvaluation
-from diloco_jax.nnx import attach
+from diloco_jax.adapters.maxtext.batches import Leases, position_of
+from diloco_jax.adapters.maxtext.clock import OptimizerClock
+from diloco_jax.adapters.maxtext.evaluation import MaxTextEvaluation
+from diloco_jax.adapters.nnx import attach
 
 Vars = dict[str, Any]
 Iteration = Callable[[Vars, Vars, Vars], Any]

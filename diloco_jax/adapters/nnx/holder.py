@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from diloco_jax.nnx.variables import VariableArrays, by_path, logical_axes, restore, stored, variables_of
+from diloco_jax.adapters.nnx.variables import VariableArrays, by_path, logical_axes, restore, stored, variables_of
 from diloco_jax.training.models.protocol import path_of
 
 # Batch statistics, and the keys and counts of random streams, such as those of Dropout.

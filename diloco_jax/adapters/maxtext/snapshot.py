@@ -14,10 +14,10 @@ from maxtext.configs import pyconfig
 from maxtext.utils.maxtext_utils import get_mesh_from_config
 from maxtext.utils.model_creation_utils import create_nnx_abstract_model
 
+from diloco_jax.adapters.maxtext.arguments import read_arguments, with_defaults
+from diloco_jax.adapters.maxtext.command import configs_folder
+from diloco_jax.adapters.nnx import VariableHolder
 from diloco_jax.core.kinds import as_stored
-from diloco_jax.maxtext.arguments import read_arguments, with_defaults
-from diloco_jax.maxtext.command import configs_folder
-from diloco_jax.nnx import VariableHolder
 from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 
 

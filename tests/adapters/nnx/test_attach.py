@@ -12,11 +12,11 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import diloco_jax.nnx
+from diloco_jax.adapters.nnx.attach import _of_model, filled
+from diloco_jax.adapters.nnx.holder import UNCHANGED_STEPS_MAX, VariableHolder
 from diloco_jax.core.fragments import FragmentConfig
-from diloco_jax.nnx.attach import _of_model, filled
-from diloco_jax.nnx.holder import UNCHANGED_STEPS_MAX, VariableHolder
 from diloco_jax.runtime.own_loop.attached import HeldArrays
-from tests.nnx.test_holder import X, made
+from tests.adapters.nnx.test_holder import X, made
 
 
 def test_the_global_model_is_a_copy_with_the_runs_parameters_and_this_islands_other_variables() -> None:

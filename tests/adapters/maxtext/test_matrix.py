@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.maxtext.environment import corpus, maxtext_python, words
-from tests.maxtext.runs import rows, score_in_maxtext, train
+from tests.adapters.maxtext.environment import corpus, maxtext_python, words
+from tests.adapters.maxtext.runs import rows, score_in_maxtext, train
 
 pytestmark = [pytest.mark.trainers, pytest.mark.net]
 ROUNDS: dict[str, Any] = {"train": {"steps": 60, "eval_every": 30}}

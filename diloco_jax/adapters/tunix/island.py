@@ -16,15 +16,15 @@ from typing import Any, Self, Unpack
 import numpy as np
 from jaxtyping import Array, Int64
 
-from diloco_jax.nnx.holder import VariableHolder
+from diloco_jax.adapters.nnx.holder import VariableHolder
+from diloco_jax.adapters.tunix.layouts import SteadyHolder
+from diloco_jax.adapters.tunix.trainer import GlobalEvaluation, PeftTrainer, RunData, WatchedStep, axes_of, write
 from diloco_jax.runtime.own_loop.attached import AttachedIsland
 from diloco_jax.runtime.own_loop.attached import attach as attach_holder
 from diloco_jax.runtime.own_loop.enter import LoopOptions
 from diloco_jax.runtime.own_loop.loaders import Batches
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.sharding import LogicalAxes
-from diloco_jax.tunix.layouts import SteadyHolder
-from diloco_jax.tunix.trainer import GlobalEvaluation, PeftTrainer, RunData, WatchedStep, axes_of, write
 
 log = logging.getLogger(__name__)
 
