@@ -73,7 +73,6 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "adapters": {"nnx": set(), "torch": set(), "tunix": {"nnx"}, "maxtext": {"nnx"}},
     "tools": {
         "budget": set(),
-        "report": {"replay"},
         "replay": set(),
         "preflight": {"budget"},
         "plan": {"budget", "preflight"},
@@ -81,9 +80,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "doctor": {"budget"},
         "export": set(),
         "inference": set(),
-        "live": set(),
-        "view": {"live", "budget"},
-        "chaos": {"replay", "view"},
+        "terminal": set(),
+        "page": {"terminal", "budget"},
+        "chaos": {"replay", "page"},
     },
 }
 # This is the number of folders below the package.

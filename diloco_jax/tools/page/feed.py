@@ -26,10 +26,10 @@ from diloco_jax.runtime.records.telemetry import finite, read_object
 from diloco_jax.runtime.records.thinning import THINNED, RecordTail
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import flat, load, read_settings
-from diloco_jax.tools.live.words import stands
-from diloco_jax.tools.view.curve import few
-from diloco_jax.tools.view.story import Story, verdict
-from diloco_jax.tools.view.times import KINDS, IslandTimes, RoundTimes
+from diloco_jax.tools.page.curve import few
+from diloco_jax.tools.page.story import Story, verdict
+from diloco_jax.tools.page.times import KINDS, IslandTimes, RoundTimes
+from diloco_jax.tools.terminal.words import stands
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.session.calls import ask_status
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.runtime.figures.forms import format_bytes, format_count, format_duration
 from diloco_jax.runtime.records.liveness import StartPhase
-from diloco_jax.tools.live.picture import History, render, sparkline
-from diloco_jax.tools.live.words import alarm_line, describe, ended_line, ended_lines
-from tests.tools.live.made import FRESH, REASONS, STARTING, drawn, learner, status, words
+from diloco_jax.tools.terminal.picture import History, render, sparkline
+from diloco_jax.tools.terminal.words import alarm_line, describe, ended_line, ended_lines
+from tests.tools.terminal.made import FRESH, REASONS, STARTING, drawn, learner, status, words
 
 COUNTS = {0: "0", 950: "950", 999.6: "1k", 1234: "1.23k", 45.6e6: "45.6M", 999_499: "999k", 3e15: "3000T"}
 BYTES = {0: "0 B", 999: "999 B", 123_456_789: "123 MB", 1.5e9: "1.5 GB"}

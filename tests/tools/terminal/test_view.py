@@ -11,9 +11,9 @@ from diloco_jax.cli import main as cli
 from diloco_jax.runtime.records.liveness import tell_phase
 from diloco_jax.runtime.records.signals import FAILED, WRONG_INPUT
 from diloco_jax.runtime.records.telemetry import write_json
-from diloco_jax.tools.live.picture import History
-from diloco_jax.tools.live.view import LiveView, run_in, show_cursor
-from tests.tools.live.made import drawn, status, words
+from diloco_jax.tools.terminal.picture import History
+from diloco_jax.tools.terminal.view import LiveView, run_in, show_cursor
+from tests.tools.terminal.made import drawn, status, words
 
 
 def plain_console() -> tuple[Console, io.StringIO]:
@@ -89,7 +89,7 @@ def test_the_curves_restart_with_another_run() -> None:
 
 def test_an_old_status_is_not_shown_as_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock_s = 0.0
-    monkeypatch.setattr("diloco_jax.tools.live.view.time.monotonic", lambda: clock_s)
+    monkeypatch.setattr("diloco_jax.tools.terminal.view.time.monotonic", lambda: clock_s)
     path = tmp_path / "status.json"
     write_json(path, status())
     console, out = plain_console()

@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.budget.needs import kinds_of, outline
-from diloco_jax.tools.view.feed import RunFeed
+from diloco_jax.tools.page.feed import RunFeed
 
 EVERY_S = 1.0
 # Time without news until a comment is sent, so that both ends notice a lost connection.

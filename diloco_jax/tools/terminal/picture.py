@@ -19,7 +19,7 @@ from diloco_jax.runtime.figures.facts import IslandFacts, RunFacts
 from diloco_jax.runtime.figures.forms import NO_VALUE, format_bytes, format_count, format_duration
 from diloco_jax.runtime.figures.table import Figure
 from diloco_jax.runtime.records.liveness import SILENT, StartPhase
-from diloco_jax.tools.live.words import (
+from diloco_jax.tools.terminal.words import (
     FINISHED,
     alarm_line,
     ended_lines,

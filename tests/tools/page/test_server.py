@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.tools.view import server as module
-from diloco_jax.tools.view.feed import RunFeed
-from diloco_jax.tools.view.server import PageServer
+from diloco_jax.tools.page import server as module
+from diloco_jax.tools.page.feed import RunFeed
+from diloco_jax.tools.page.server import PageServer
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.trust.certificates import make, settings
 from tests.limits import HANGS_S
 from tests.runtime.helpers import call
-from tests.tools.view.made import MADE, append, lost, made_run
+from tests.tools.page.made import MADE, append, lost, made_run
 
 pytestmark = pytest.mark.net
 

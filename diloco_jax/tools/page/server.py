@@ -18,9 +18,9 @@ from urllib.parse import parse_qs, urlsplit
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.records.files import LOGS
 from diloco_jax.runtime.records.status import syncer_at
-from diloco_jax.tools.view.board import Board
-from diloco_jax.tools.view.feed import RunFeed
-from diloco_jax.tools.view.page import compose_page
+from diloco_jax.tools.page.board import Board
+from diloco_jax.tools.page.feed import RunFeed
+from diloco_jax.tools.page.page import compose_page
 from diloco_jax.transport.endpoints.web import LimitedHandler, WebServer
 from diloco_jax.transport.link import TransportConfig, split_address
 from diloco_jax.transport.session.calls import ask_drain

@@ -9,12 +9,12 @@ import pytest
 from diloco_jax.protocol.messages import DRAINED
 from diloco_jax.protocol.watch.alarms import Alarm, Standing
 from diloco_jax.runtime.records.telemetry import Telemetry
-from diloco_jax.tools.view.board import Board
-from diloco_jax.tools.view.compare import compare, describe
-from diloco_jax.tools.view.feed import RunFeed, alarms_now
-from diloco_jax.tools.view.times import ROUNDS_KEPT, IslandTimes
+from diloco_jax.tools.page.board import Board
+from diloco_jax.tools.page.compare import compare, describe
+from diloco_jax.tools.page.feed import RunFeed, alarms_now
+from diloco_jax.tools.page.times import ROUNDS_KEPT, IslandTimes
 from tests.runtime.helpers import call
-from tests.tools.view.made import FATES, MADE, append, joined, lost, made_run, one_round, status, step, wire
+from tests.tools.page.made import FATES, MADE, append, joined, lost, made_run, one_round, status, step, wire
 
 
 def test_the_whole_says_what_the_records_say(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from diloco_jax.runtime.records.files import METRICS_FILE, REPORT_FILE
 from diloco_jax.runtime.records.telemetry import replace_text
-from diloco_jax.tools.view.board import planned
-from diloco_jax.tools.view.feed import RunFeed
-from diloco_jax.tools.view.story import against
+from diloco_jax.tools.page.board import planned
+from diloco_jax.tools.page.feed import RunFeed
+from diloco_jax.tools.page.story import against
 
 FOLDER = Path(__file__).parent
 # A report is for an archive, so it has more events than the page of a running run.

@@ -10,7 +10,15 @@ from diloco_jax.runtime.figures.facts import RunFacts
 from diloco_jax.runtime.figures.forms import format_duration
 from diloco_jax.runtime.records.liveness import ENDED, StartPhase, repeats
 from diloco_jax.runtime.records.status import EVALUATING
-from diloco_jax.tools.live.words import alarm_line, ended_line, percent_done, share_done, stands, steps_done, time_left
+from diloco_jax.tools.terminal.words import (
+    alarm_line,
+    ended_line,
+    percent_done,
+    share_done,
+    stands,
+    steps_done,
+    time_left,
+)
 
 # Least time between two lines.
 LINE_EVERY_S = 1.0

@@ -12,9 +12,9 @@ from diloco_jax.protocol.watch.alarms import Alarm
 from tests.limits import HANGS_S
 from tests.runtime.helpers import SLOW_STEP_S, kill_processes, processes_of, start, wait_for, write_config
 from tests.sockets import free_port
-from tests.tools.view.browser import CHROMIUM, Browser
-from tests.tools.view.made import append, lost, made_run, one_round, row, status, step
-from tests.tools.view.test_server import served
+from tests.tools.page.browser import CHROMIUM, Browser
+from tests.tools.page.made import append, lost, made_run, one_round, row, status, step
+from tests.tools.page.test_server import served
 
 pytestmark = [
     pytest.mark.net,

@@ -13,7 +13,7 @@ from diloco_jax.runtime.records.files import (
     resume_command,
 )
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.live.words import alarm_line, ended_lines, scores_text, stands
+from diloco_jax.tools.terminal.words import alarm_line, ended_lines, scores_text, stands
 
 ALARMS_SHOWN = 8
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from diloco_jax.tools.view.page import FOLDER
+from diloco_jax.tools.page.page import FOLDER
 
 NUM_COLOURS = 8
 BLOCKS = re.findall(r":root\{([^}]*)\}", (FOLDER / "page.css").read_text(encoding="utf-8"))

@@ -16,8 +16,8 @@ from rich.text import Text
 from diloco_jax.runtime.figures.forms import format_duration
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.liveness import ENDED, NOT_RUNNING, QUIET_S, SILENT, StartPhase, read_phases
-from diloco_jax.tools.live.changes import Changes
-from diloco_jax.tools.live.picture import History, draw_phases, render
+from diloco_jax.tools.terminal.changes import Changes
+from diloco_jax.tools.terminal.picture import History, draw_phases, render
 
 REFRESHES_PER_S = 4
 # Time between two readings of a run's files.

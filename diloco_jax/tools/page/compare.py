@@ -9,7 +9,7 @@ from rich.table import Table
 
 from diloco_jax.runtime.figures import table as figures
 from diloco_jax.runtime.figures.forms import NO_VALUE, PLAIN
-from diloco_jax.tools.view.feed import RunFeed
+from diloco_jax.tools.page.feed import RunFeed
 
 
 def compare(folders: Sequence[Path]) -> dict[str, Any]:

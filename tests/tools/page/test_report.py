@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_jax.tools.view.curve import Curve, few
-from diloco_jax.tools.view.feed import RunFeed
-from diloco_jax.tools.view.page import write_report
-from diloco_jax.tools.view.story import STRETCHES_MAX, Story, against
-from tests.tools.view.browser import CHROMIUM, Browser
-from tests.tools.view.made import append, joined, lost, made_run, note, one_round, step, wire
+from diloco_jax.tools.page.curve import Curve, few
+from diloco_jax.tools.page.feed import RunFeed
+from diloco_jax.tools.page.page import write_report
+from diloco_jax.tools.page.story import STRETCHES_MAX, Story, against
+from tests.tools.page.browser import CHROMIUM, Browser
+from tests.tools.page.made import append, joined, lost, made_run, note, one_round, step, wire
 
 Records = list[dict[str, Any]]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.syncer.progress import NO_BUDGET
-from diloco_jax.tools.report.perfetto import Trace, write_perfetto
+from diloco_jax.tools.replay.perfetto import Trace, write_perfetto
 from tests.tools.replay.test_replay import STEPS, eventful
 
 

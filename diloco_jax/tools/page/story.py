@@ -10,7 +10,7 @@ from diloco_jax.protocol.watch.stats import participation, step_overhead
 from diloco_jax.runtime.figures.forms import format_count, format_duration
 from diloco_jax.runtime.records.liveness import ENDED
 from diloco_jax.runtime.records.thinning import merged_counts, stands_for
-from diloco_jax.tools.view.curve import POINTS_KEPT, Curve, few
+from diloco_jax.tools.page.curve import POINTS_KEPT, Curve, few
 
 # Points that are kept of a curve that is shown as means.
 STEPS_KEPT = 20_000

@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco_jax.protocol.watch.terms import WAITING
 from diloco_jax.runtime.records.thinning import stands_for
-from diloco_jax.tools.view.curve import POINTS_KEPT, Curve, few
+from diloco_jax.tools.page.curve import POINTS_KEPT, Curve, few
 
 ROUNDS_KEPT = 240
 # Number of newest rounds that give the time per round.

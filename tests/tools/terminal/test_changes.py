@@ -4,8 +4,8 @@ from typing import Any
 
 from diloco_jax.protocol.watch.alarms import Alarm
 from diloco_jax.runtime.records.liveness import StartPhase
-from diloco_jax.tools.live.changes import FLAP_S, LINE_EVERY_S, Changes
-from tests.tools.live.made import FRESH, STARTING, learner, status
+from diloco_jax.tools.terminal.changes import FLAP_S, LINE_EVERY_S, Changes
+from tests.tools.terminal.made import FRESH, STARTING, learner, status
 
 SILENT = Alarm("silent", "island-1", "island-1 is silent: connected, but not heard for 7.0 s").as_dict()
 JOINING = "alive, last heard 0.2 s ago; loads, compiles or downloads"
