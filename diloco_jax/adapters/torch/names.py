@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from diloco_jax.adapters.torch.copies import DTYPES
 from diloco_jax.core.fragments import Slice
-from diloco_jax.training.host_side.holder import FLOATS
+from diloco_jax.training.numpy_exchange.holder import FLOATS
 
 # A path in the run; or a path, and the parameter's axes in the order of the run's tensor.
 Target = str | tuple[str, tuple[int, ...]]

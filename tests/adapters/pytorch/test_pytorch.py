@@ -13,7 +13,7 @@ import pytest
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import Fragment, plan_fragments, take
 from diloco_jax.runtime.own_loop.lagging import LaggingMetrics
-from diloco_jax.training.host_side.state import HostState
+from diloco_jax.training.numpy_exchange.state import HostState
 from diloco_jax.training.whole_state.staging import read_shards
 from tests.extras import absent
 from tests.limits import HANGS_S

@@ -9,8 +9,8 @@ from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment, whole
 from diloco_jax.core.kinds import Canonical
 from diloco_jax.training.exchange.exchange import AdoptMode, HostValues, PlacedValue
-from diloco_jax.training.host_side.exchange import CopiedFragment, HostExchange
-from diloco_jax.training.host_side.holder import HostArray, HostCopy, HostHolder
+from diloco_jax.training.numpy_exchange.exchange import CopiedFragment, HostExchange
+from diloco_jax.training.numpy_exchange.holder import HostArray, HostCopy, HostHolder
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.moving import PARAMETERS
 from diloco_jax.training.whole_state.staging import PartialLeaf, Shard, Spans, StagedShards, StagedState

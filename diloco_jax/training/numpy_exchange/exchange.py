@@ -17,8 +17,8 @@ from diloco_jax.core import codec
 from diloco_jax.core.fragments import WHOLE, Fragment, Slice
 from diloco_jax.core.kinds import Order, inverse, with_order
 from diloco_jax.training.exchange.exchange import AdoptMode, HostValues
-from diloco_jax.training.host_side.holder import HostArray, HostHolder
-from diloco_jax.training.host_side.rounding import DType, as_float32, as_held, blended, rebased, rounded
+from diloco_jax.training.numpy_exchange.holder import HostArray, HostHolder
+from diloco_jax.training.numpy_exchange.rounding import DType, as_float32, as_held, blended, rebased, rounded
 from diloco_jax.training.whole_state.staging import HostCopy
 
 # Flat arrays by Slice.key; empty before the first rounding.

@@ -16,9 +16,9 @@ from diloco_jax.core.fragments import Fragment, plan_fragments, put, take
 from diloco_jax.core.kinds import canonical_of
 from diloco_jax.runtime.own_loop.host_arrays import HostArrays
 from diloco_jax.training.exchange.exchange import AdoptMode, Exchange
-from diloco_jax.training.host_side.holder import NumpyArrays
-from diloco_jax.training.host_side.rounding import blended
-from diloco_jax.training.host_side.state import HostState
+from diloco_jax.training.numpy_exchange.holder import NumpyArrays
+from diloco_jax.training.numpy_exchange.rounding import blended
+from diloco_jax.training.numpy_exchange.state import HostState
 from diloco_jax.training.whole_state.staging import read_shards
 from tests.training.islands import assert_same
 
