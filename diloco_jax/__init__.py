@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from diloco_jax.runtime.syncer.run import SyncerRun
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.settings.text import dump, load
-    from diloco_jax.training.host_side.holder import HostHolder, NumpyArrays
     from diloco_jax.training.island import Island
     from diloco_jax.training.models.protocol import TrainableModel
+    from diloco_jax.training.numpy_exchange.holder import HostHolder, NumpyArrays
     from diloco_jax.transport.link import TransportConfig
 
 _HOMES = {
@@ -44,8 +44,8 @@ _HOMES = {
     "follow": "runtime.subscriber.subscription",
     "SyncerRun": "runtime.syncer.run",
     "RunConfig": "settings.run",
-    "HostHolder": "training.host_side.holder",
-    "NumpyArrays": "training.host_side.holder",
+    "HostHolder": "training.numpy_exchange.holder",
+    "NumpyArrays": "training.numpy_exchange.holder",
     "Island": "training.island",
     "TrainableModel": "training.models.protocol",
     "TransportConfig": "transport.link",

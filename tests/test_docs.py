@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"\]\(([^()\s]+)\)")
-ROOMS = "cli|tools|runtime|settings|sim|transport|training|protocol|core"
+ROOMS = "cli|tools|adapters|runtime|settings|sim|transport|training|protocol|core"
 CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 
 

@@ -37,13 +37,13 @@ INSTALLED = {
 }
 # Programs that tests start in separate processes, some with other environments; pytest does not import them.
 PROGRAMS = {
-    "tests/pytorch/returning_loop.py",
+    "tests/adapters/pytorch/returning_loop.py",
     "tests/runtime/own_loop/held_loop.py",
     "tests/runtime/own_loop/reading_loop.py",
-    "tests/tunix/inside.py",
+    "tests/adapters/tunix/inside.py",
 }
 # Folders of the package that import a package of an extra.
-OPTIONAL = {"diloco_jax.torch": "torch"}
+OPTIONAL = {"diloco_jax.torch": "torch", "diloco_jax.adapters.torch": "torch"}
 
 
 def sources() -> list[Path]:
@@ -169,7 +169,8 @@ MARK = 'pytestmark = [pytest.mark.extra("parity")]\n'
         ("from orbax import checkpoint\n", "x.py:1 imports orbax"),
         ("try:\n    import ray\nexcept ImportError:\n    ray = None\n", "x.py:2 imports ray"),
         ("class A:\n    from ray import data\n", "x.py:2 imports ray"),
-        ("from diloco_jax.torch.holder import TorchHolder\n", "x.py:1 imports diloco_jax.torch.holder"),
+        ("from diloco_jax.torch import attach\n", "x.py:1 imports diloco_jax.torch"),
+        ("from diloco_jax.adapters.torch.holder import T\n", "x.py:1 imports diloco_jax.adapters.torch.holder"),
         (f"import torch\n{PARITY}{MARK}", "x.py:1 imports torch"),
         (f"{PARITY}import torch\nimport transformers\n{MARK}", "x.py:3 imports transformers"),
         (f"{PARITY}import torch\n", "give the module the mark extra('parity')"),

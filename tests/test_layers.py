@@ -1,10 +1,11 @@
 """The rules of the house, read from the sources: which room may import which, nothing in a circle, no room too full.
 
     cli -> tools -> runtime | sim -> settings -> transport | training -> protocol | core
-    maxtext -> tunix -> nnx | torch -> runtime
+    maxtext | nnx | torch | tunix -> adapters -> runtime
 
 `protocol` decides and `core` computes; both are pure and they never meet but in a driver. Nothing but `cli` imports
-`tools`, so a tool can be deleted without a trace.
+`tools`, so a tool can be deleted without a trace. Nothing but the short paths of users imports `adapters`, and nothing
+imports the short paths.
 """
 
 import ast
@@ -35,10 +36,12 @@ LAYERS: dict[str, set[str]] = {
     "sim": {"protocol"},
     "runtime": {"settings"} | MIDDLE,
     "tools": RUNS,
-    "nnx": RUNS - {"sim"},
-    "torch": RUNS - {"sim"},
-    "tunix": {"nnx"} | RUNS - {"sim"},
-    "maxtext": {"nnx", "tunix"} | RUNS - {"sim"},
+    "adapters": RUNS - {"sim"},
+    # the short paths that users import
+    "maxtext": {"adapters"},
+    "nnx": {"adapters"},
+    "torch": {"adapters"},
+    "tunix": {"adapters"},
     "cli": {"tools"} | RUNS,
     "__main__": {"cli"},
     "__init__": RUNS,
@@ -67,9 +70,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "local": {"own_loop", "learner", "syncer", "island", "model", "records", "trackers", "figures"},
     },
     "sim": {"": set(), "goodput": {""}, "invariants": {""}},
+    "adapters": {"nnx": set(), "torch": set(), "tunix": {"nnx"}, "maxtext": {"nnx"}},
     "tools": {
         "budget": set(),
-        "report": {"replay"},
         "replay": set(),
         "preflight": {"budget"},
         "plan": {"budget", "preflight"},
@@ -77,9 +80,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "doctor": {"budget"},
         "export": set(),
         "inference": set(),
-        "live": set(),
-        "view": {"live", "budget"},
-        "chaos": {"replay", "view"},
+        "terminal": set(),
+        "page": {"terminal", "budget"},
+        "chaos": {"replay", "page"},
     },
 }
 # This is the number of folders below the package.
@@ -106,7 +109,7 @@ THIRD_PARTY = {
 PURE_LAYERS = {"protocol", "core"}
 IO_BUILTINS = {"open", "input", "print"}
 # `diloco simulate` must start without JAX, and the commands of MaxText's islands answer --help without MaxText.
-LATE_IMPORTS_ALLOWED = {"cli", "maxtext"}
+LATE_IMPORTS_ALLOWED = {"cli", "adapters.maxtext"}
 # Modules elsewhere with what they import where they use it: it takes long, or needs an extra, and many processes never
 # need it.
 _WEIGHTS = "diloco_jax.training.convert.weights"
@@ -185,7 +188,7 @@ def violations_of(source: str, module: str, is_package: bool = False) -> list[st
     found = []
     for target, line, late in imports_of(source, module, is_package):
         where, top = f"{module}:{line}", target.split(".")[0]
-        if late and layer not in LATE_IMPORTS_ALLOWED and not _is_heavy(module, target):
+        if late and not LATE_IMPORTS_ALLOWED & {layer, f"{layer}.{room_of(module)}"} and not _is_heavy(module, target):
             found.append(f"{where}: imports {target} inside a function; only commands may")
         if top == PACKAGE:
             other = layer_of(target)
@@ -323,6 +326,14 @@ BAD = {
     "upwards, for types only": ("training.island", "if TYPE_CHECKING:\n    from diloco_jax.runtime import local"),
     "config uses cli": ("config", "from diloco_jax import cli"),
     "late import": ("runtime.local", "def f():\n    import json"),
+    "late import in an adapter": ("adapters.nnx.attach", "def f():\n    import json"),
+    "runtime uses an adapter": ("runtime.own_loop.attached", "from diloco_jax.adapters.nnx import holder"),
+    "tools use an adapter": ("tools.export.files", "from diloco_jax.adapters.maxtext import snapshot"),
+    "tools use a short path": ("tools.export.files", "from diloco_jax.nnx import attach"),
+    "an adapter uses tools": ("adapters.nnx.attach", "from diloco_jax.tools.budget import memory"),
+    "an adapter uses another one": ("adapters.nnx.attach", "from diloco_jax.adapters.torch import names"),
+    "an adapter uses a short path": ("adapters.tunix.island", "from diloco_jax.nnx import attach"),
+    "a short path has code": ("nnx", "from diloco_jax.runtime.own_loop.enter import enter"),
     "unknown layer": ("helpers.misc", ""),
 }
 GOOD = {
@@ -331,6 +342,12 @@ GOOD = {
     "sim": ("sim.engine", "import heapq\nimport random\nfrom diloco_jax.protocol import syncer"),
     "runtime": ("runtime.local", "import time\nfrom diloco_jax.training.island import Island"),
     "late import": ("cli", "def simulate():\n    from diloco_jax.sim import cluster"),
+    "late import in an adapter": (
+        "adapters.maxtext.main",
+        "def f():\n    from diloco_jax.adapters.maxtext import loop",
+    ),
+    "an adapter": ("adapters.tunix.island", "from diloco_jax.adapters.nnx.holder import VariableHolder"),
+    "short path": ("maxtext.launch", "from diloco_jax.adapters.maxtext.launch import run"),
 }
 
 

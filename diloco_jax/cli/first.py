@@ -165,7 +165,7 @@ def _data_options(parser: Parser) -> None:
 
 @command("data", "Show what a run will read: sources, tokens, epochs, samples as text.", _data_options)
 def data(arguments: argparse.Namespace) -> int:
-    from diloco_jax.tools.report.reading import describe, reading
+    from diloco_jax.tools.plan.reading import describe, reading
 
     show(arguments, reading(load_config(arguments)), describe)
     return 0

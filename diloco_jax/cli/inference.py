@@ -40,7 +40,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """Print the loss of the newest checkpoint on the held-out data, or its scores in tasks."""
     from diloco_jax.runtime.model.evaluation import Evaluator
     from diloco_jax.runtime.records.telemetry import finite
-    from diloco_jax.tools.live.words import scores_text
+    from diloco_jax.tools.terminal.words import scores_text
 
     for name in ("batches", "limit"):
         if (value := getattr(arguments, name)) is not None and value < 1:

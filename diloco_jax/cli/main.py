@@ -73,6 +73,15 @@ def _status_of(known: argparse.Namespace) -> int:
         # The reader has ended, as in `diloco status RUN | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except ModuleNotFoundError as error:
+        # Folders of tools/ can be deleted: only the commands that use one need it.
+        if not (error.name or "").startswith("diloco_jax.tools."):
+            raise
+        print(
+            f"diloco {known.name}: this installation lacks the module {error.name}; install diloco_jax again",
+            file=sys.stderr,
+        )
+        return WRONG_INPUT
     except ConnectionError as error:
         # The next attempt may succeed, so a supervisor may restart this process.
         print(f"diloco {known.name}: {error}", file=sys.stderr)

@@ -45,7 +45,7 @@ def _status_options(parser: Parser) -> None:
 def status(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.liveness import DEAD, read_phases
     from diloco_jax.runtime.records.status import read_status
-    from diloco_jax.tools.live.words import describe
+    from diloco_jax.tools.terminal.words import describe
     from diloco_jax.transport.link import TransportConfig
 
     own = Path(arguments.run) / CONFIG_FILE
@@ -88,7 +88,7 @@ def _watch(
 
     from diloco_jax.runtime.records.liveness import read_phases
     from diloco_jax.runtime.records.signals import stop_on_signals
-    from diloco_jax.tools.live.view import LOOK_S, WATCH_S, LiveView, Run, show_cursor
+    from diloco_jax.tools.terminal.view import LOOK_S, WATCH_S, LiveView, Run, show_cursor
 
     if arguments.json:
         raise ValueError("--watch draws for people, --json is for machines; give one of them")
@@ -166,8 +166,8 @@ def _report_options(parser: Parser) -> None:
 
 @command("report", "Write report.html of a run: its current page in one file.", _report_options)
 def report(arguments: argparse.Namespace) -> int:
-    from diloco_jax.tools.report.perfetto import write_perfetto
-    from diloco_jax.tools.view.page import write_report
+    from diloco_jax.tools.page.page import write_report
+    from diloco_jax.tools.replay.perfetto import write_perfetto
 
     if arguments.perfetto is not None:
         config, path = load(run_config(arguments.run)), Path(arguments.perfetto) if arguments.perfetto else None
@@ -200,9 +200,9 @@ def _view_options(parser: Parser) -> None:
 @command("view", "Serve the page of one or several runs, finished or running, for your browser.", _view_options)
 def view(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.records.signals import die_with_parent
-    from diloco_jax.tools.view.board import Board
-    from diloco_jax.tools.view.feed import RunFeed
-    from diloco_jax.tools.view.server import PageServer, read_token
+    from diloco_jax.tools.page.board import Board
+    from diloco_jax.tools.page.feed import RunFeed
+    from diloco_jax.tools.page.server import PageServer, read_token
 
     die_with_parent()
     feeds = [RunFeed(Path(run)) for run in arguments.run]
@@ -226,8 +226,8 @@ def _compare_options(parser: Parser) -> None:
 
 @command("compare", "Compare the results of several runs, and the settings that differ.", _compare_options)
 def compare(arguments: argparse.Namespace) -> int:
-    from diloco_jax.tools.view.compare import compare as compare_runs
-    from diloco_jax.tools.view.compare import describe
+    from diloco_jax.tools.page.compare import compare as compare_runs
+    from diloco_jax.tools.page.compare import describe
 
     width = shutil.get_terminal_size((120, 0)).columns
     show(arguments, compare_runs([Path(run) for run in arguments.run]), lambda found: describe(found, width))

@@ -226,7 +226,7 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
                 page.wait()
     # A supervisor prints these lines itself.
     if PARENT_ENV not in os.environ:
-        from diloco_jax.tools.live.closing import alarm_lines, ending, onward
+        from diloco_jax.tools.terminal.closing import alarm_lines, ending, onward
 
         log.info(ending(summary, config))
         for text in filter(None, [*alarm_lines(summary, run_dir), onward(summary, config, run_dir, "syncer")]):

@@ -20,9 +20,9 @@ from diloco_jax.runtime.records.files import (
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.runtime.records.telemetry import replace_text
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.live.closing import alarm_lines, ending, onward
-from diloco_jax.tools.live.view import LiveView, run_in, show_cursor
-from diloco_jax.tools.view.page import write_report
+from diloco_jax.tools.page.page import write_report
+from diloco_jax.tools.terminal.closing import alarm_lines, ending, onward
+from diloco_jax.tools.terminal.view import LiveView, run_in, show_cursor
 
 
 def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, resume: bool = False) -> dict[str, Any]:

@@ -110,8 +110,8 @@ def inside() -> None:
     """Run MaxText's loop with blocks, and print the summary; in MaxText's environment."""
     from maxtext.utils.exceptions import StopTraining
 
-    from diloco_jax.maxtext import launch
-    from diloco_jax.maxtext.loop import IslandLoop
+    from diloco_jax.adapters.maxtext import launch
+    from diloco_jax.adapters.maxtext.loop import IslandLoop
 
     wanted = json.loads(os.environ[INSIDE])
     pairs: list[blocks.Pair] = []

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.segment import Segment
 
 from diloco_jax.runtime.records.files import STATUS_FILE
-from diloco_jax.tools.live.view import LiveView, run_in
+from diloco_jax.tools.terminal.view import LiveView, run_in
 
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "recording.svg"
 VICTIM = "island-2"

@@ -18,7 +18,7 @@ from diloco_jax.runtime.local.machine import Machine
 from diloco_jax.runtime.records import files
 from diloco_jax.runtime.records.signals import PARENT_ENV
 from diloco_jax.settings.run import ModelConfig, RunConfig, TrainConfig
-from diloco_jax.tools.live.closing import ending, onward
+from diloco_jax.tools.terminal.closing import ending, onward
 from diloco_jax.training.optimizers import OptimizerConfig
 
 CONFIG = RunConfig(train=TrainConfig(steps=300))

@@ -19,7 +19,7 @@ from diloco_jax.settings.packed import find_config, packed
 from diloco_jax.settings.text import load
 from tests.limits import HANGS_S
 from tests.runtime.helpers import ROOT, environment
-from tests.tools.view.made import made_run
+from tests.tools.page.made import made_run
 
 
 @pytest.mark.parametrize("name", ["quickstart", "tpu/moe_v6e"])

@@ -2,8 +2,8 @@
 
 To add a figure, add its row. A figure that no existing facts give needs a field in facts.py too, and the code that
 computes it, which for a syncer is `protocol/watch/stats.py`. The outlets that read the table are `status.json` and
-`summary.json` (`computed`), `diloco status` and the live view (tools/live), the page, report.html and `diloco compare`
-(tools/view), Prometheus (runtime/syncer/exposition.py) and trackers (runtime/syncer/watch.py).
+`summary.json` (`computed`), `diloco status` and the live view (tools/terminal), the page, report.html and `diloco
+compare` (tools/page), Prometheus (runtime/syncer/exposition.py) and trackers (runtime/syncer/watch.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -25,8 +25,8 @@ from diloco_jax.runtime.own_loop.stepping import SteppedIsland
 from diloco_jax.runtime.own_loop.trees import LoopArrays, LoopTensors, check_moments
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchanged import Deferred, ExchangedState
-from diloco_jax.training.host_side.holder import HostHolder
 from diloco_jax.training.island_state import IslandState
+from diloco_jax.training.numpy_exchange.holder import HostHolder
 from diloco_jax.training.sharding import LogicalAxes
 
 

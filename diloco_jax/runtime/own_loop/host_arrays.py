@@ -9,9 +9,9 @@ import numpy as np
 from diloco_jax.core.fragments import whole
 from diloco_jax.core.kinds import canonical_forms
 from diloco_jax.runtime.own_loop.trees import NAME_THE_AXES
-from diloco_jax.training.host_side.holder import FLOATS, HostArray, HostHolder
-from diloco_jax.training.host_side.state import HostState
 from diloco_jax.training.island_state import IslandState
+from diloco_jax.training.numpy_exchange.holder import FLOATS, HostArray, HostHolder
+from diloco_jax.training.numpy_exchange.state import HostState
 from diloco_jax.training.sharding import LogicalAxes
 from diloco_jax.training.whole_state.staging import HostCopy
 

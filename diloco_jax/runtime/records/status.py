@@ -1,6 +1,6 @@
 """The status of a run: how a syncer or a baseline composes it, and how others read it.
 
-tools/live/words.py lists the keys. liveness.py checks whether the processes of a status still run.
+tools/terminal/words.py lists the keys. liveness.py checks whether the processes of a status still run.
 
 `diloco status` is often called in a loop, so this module starts without gRPC and NumPy. Readers pass the function that
 asks a syncer, which needs both.

@@ -21,8 +21,8 @@ from diloco_jax.tools.chaos.driver import Driver
 from diloco_jax.tools.chaos.ledger import judge
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.chaos.schedule import ChaosFault
+from diloco_jax.tools.page.page import write_report
 from diloco_jax.tools.replay.audit import audit
-from diloco_jax.tools.view.page import write_report
 
 DRIVER_STOP_S = 30.0
 

@@ -1,1 +1,1 @@
-"""Forecasts of the links, chips and hosts that a config needs."""
+"""Forecasts of the links, chips and hosts that a config needs, and the data that it reads."""

@@ -1,1 +1,1 @@
-"""Replay of a run from its tapes, and the audit of its samples."""
+"""A run from its tapes: its replay, the audit of its samples, and its timeline."""

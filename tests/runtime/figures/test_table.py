@@ -18,17 +18,17 @@ from diloco_jax.runtime.figures.table import Figure, Series, Words
 from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse
-from diloco_jax.tools.live.changes import Changes
-from diloco_jax.tools.live.picture import render
-from diloco_jax.tools.live.words import describe
-from diloco_jax.tools.view.compare import compare
-from diloco_jax.tools.view.compare import describe as describe_comparison
-from diloco_jax.tools.view.page import write_report
+from diloco_jax.tools.page.compare import compare
+from diloco_jax.tools.page.compare import describe as describe_comparison
+from diloco_jax.tools.page.page import write_report
+from diloco_jax.tools.terminal.changes import Changes
+from diloco_jax.tools.terminal.picture import render
+from diloco_jax.tools.terminal.words import describe
 from tests.protocol.syncer_inputs import hello, new, report
 from tests.runtime.syncer.scraped import Scraped, get, one_round, served
-from tests.tools.live.made import drawn, learner
-from tests.tools.live.made import status as live_status
-from tests.tools.view.made import made_run
+from tests.tools.page.made import made_run
+from tests.tools.terminal.made import drawn, learner
+from tests.tools.terminal.made import status as live_status
 
 OF_RUN = Figure[RunFacts](
     "tokens_per_round",
@@ -136,7 +136,7 @@ def test_names_and_series_are_unique() -> None:
 
 
 def test_forms_of_the_page_are_those_of_the_table() -> None:
-    script = (Path(table.__file__).parents[2] / "tools" / "view" / "page.js").read_text(encoding="utf-8")
+    script = (Path(table.__file__).parents[2] / "tools" / "page" / "page.js").read_text(encoding="utf-8")
     (forms,) = re.findall(r"const FORMS = \{(.*?)\n\};", script, re.DOTALL)
     used = {row.form.name for row in table.RUN_FIGURES} | {row.form.name for row in table.ISLAND_FIGURES}
     assert all(re.search(rf"\b'?{name}'?[,:]", forms) for name in used)

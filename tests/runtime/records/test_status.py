@@ -11,7 +11,7 @@ from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.records.earlier import read_earlier
 from diloco_jax.runtime.records.liveness import judge, signature, tell_phase
 from diloco_jax.runtime.records.status import compose_status, read_status, start_again
-from diloco_jax.tools.live.changes import Changes
+from diloco_jax.tools.terminal.changes import Changes
 from diloco_jax.transport.session.calls import ask_status
 from tests.protocol.syncer_inputs import hello, report, running
 

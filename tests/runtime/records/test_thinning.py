@@ -11,8 +11,8 @@ import pytest
 from diloco_jax.runtime.records import thinning
 from diloco_jax.runtime.records.telemetry import Telemetry, read_metrics
 from diloco_jax.runtime.records.thinning import Combiner, RecordTail, ThinnedFile, combine, stands_for
-from diloco_jax.tools.view.story import Story
-from tests.tools.view.made import joined, lost, note, step, wire
+from diloco_jax.tools.page.story import Story
+from tests.tools.page.made import joined, lost, note, step, wire
 
 BOUND = 40_000
 Record = dict[str, Any]

@@ -1,1 +1,0 @@
-"""The live view of a run: a picture on a terminal, a line for each change elsewhere, and the text of `status`."""

@@ -1,0 +1,228 @@
+"""The story of a run, counted from its records one after the other, in memory that does not grow with the run."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from diloco_jax.protocol.watch.stats import participation, step_overhead
+from diloco_jax.runtime.figures.forms import format_count, format_duration
+from diloco_jax.runtime.records.liveness import ENDED
+from diloco_jax.runtime.records.thinning import merged_counts, stands_for
+from diloco_jax.tools.page.curve import POINTS_KEPT, Curve, few
+
+# Points that are kept of a curve that is shown as means.
+STEPS_KEPT = 20_000
+# Newest records of bytes moved, two per second, that give the present rate.
+RATE_WORDS = 150
+# Groups of rounds.
+STRETCHES_MAX = 120
+
+
+@dataclass(slots=True)
+class Track:
+    """One learner's steps: each with its time, the tokens of all learners at that time, and its loss."""
+
+    steps: Curve = field(default_factory=lambda: Curve(STEPS_KEPT))
+    tokens: int = 0
+    local_steps: int = 0
+    restarts: int = 0
+    busy_s: float = 0.0
+    span_s: float = 0.0
+    merged: int = 0
+    # Incarnation, local step and time of the newest step.
+    _last: tuple[int, int, float] | None = None
+
+    def add(self, record: Mapping[str, Any], all_tokens: int) -> None:
+        """Count one step record; records of some steps may be missing."""
+        now = (record["incarnation"], record["local_step"], record["t"])
+        step_s = record["step_s"] or 0.0
+        if self._last is not None and self._last[0] == now[0]:
+            steps, passed_s = now[1] - self._last[1], now[2] - self._last[2]
+        else:
+            # The records have no time before the first one of an incarnation.
+            steps, passed_s = now[1], now[1] * step_s
+            self.restarts += self._last is not None
+        self.local_steps += steps
+        self.busy_s += min(steps * step_s, passed_s)
+        self.span_s += passed_s
+        self.tokens = record["tokens"]
+        if record["loss"] is not None:
+            self.steps.add(record["t"], all_tokens, record["loss"], count=stands_for(record))
+        self._last = now
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Successive merged rounds: their number, times of the first and the last, and the rounds of each learner."""
+
+    begin_s: float
+    end_s: float
+    rounds: int
+    members: dict[str, int]
+
+    def join(self, later: "Stretch") -> None:
+        """Take the rounds that follow into this stretch."""
+        self.end_s, self.rounds = later.end_s, self.rounds + later.rounds
+        for name, count in later.members.items():
+            self.members[name] = self.members.get(name, 0) + count
+
+
+@dataclass(slots=True)
+class Story:
+    """The figures and curves that the records of a run give.
+
+    Attributes:
+        rounds: merged rounds.
+        wire: times with bytes moved up and down.
+        totals: times with tokens, and bytes moved up and down, over the whole run.
+        evals: times with tokens and loss.
+        metrics: curves of time and value, by metric and island.
+        scores: numbers of the newest evaluation.
+        made: versions and machine that made the run.
+    """
+
+    tracks: dict[str, Track] = field(default_factory=dict)
+    stretches: list[Stretch] = field(default_factory=list)
+    rounds: int = 0
+    wire: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=RATE_WORDS))
+    totals: Curve = field(default_factory=lambda: Curve(POINTS_KEPT))
+    evals: Curve = field(default_factory=lambda: Curve(POINTS_KEPT))
+    metrics: dict[str, dict[str, Curve]] = field(default_factory=dict)
+    bits_per_byte: float | None = None
+    scores: dict[str, float | None] = field(default_factory=dict)
+    made: dict[str, Any] = field(default_factory=dict)
+    global_step: int = 0
+    end_s: float = 0.0
+    # Rounds of each stretch.
+    _size: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return sum(track.tokens for track in self.tracks.values())
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Count the next record."""
+        kind, t = record["kind"], record["t"]
+        self.end_s = max(self.end_s, t)
+        self.global_step = max(self.global_step, record["global_step"])
+        if kind == "step":
+            track = self.tracks.setdefault(record["learner"], Track())
+            track.add(record, self.tokens - track.tokens + record["tokens"])
+        elif kind == "metrics":
+            for name, value in record["values"].items():
+                if value is not None:
+                    curve = self.metrics.setdefault(name, {}).setdefault(record["learner"], Curve(POINTS_KEPT))
+                    curve.add(t, value, count=stands_for(record))
+        elif kind == "merged":
+            self._merged(Stretch(t, t, stands_for(record), merged_counts(record)))
+        elif kind == "life":
+            self.made = {"versions": record["versions"], "host": record["host"]}
+        elif kind == "wire":
+            self.wire.append((t, record["up_bytes"], record["down_bytes"]))
+            self.totals.add(t, self.tokens, record["up_bytes"], record["down_bytes"], count=stands_for(record))
+        elif kind == "eval" and record["loss"] is not None:
+            self.evals.add(t, record["tokens"], record["loss"])
+            self.bits_per_byte, self.scores = record["bits_per_byte"], record.get("scores", {})
+
+    def _merged(self, one: Stretch) -> None:
+        self.rounds += one.rounds
+        for name, rounds in one.members.items():
+            self.tracks.setdefault(name, Track()).merged += rounds
+        self._size = max(self._size, one.rounds)
+        if self.stretches and self.stretches[-1].rounds < self._size:
+            self.stretches[-1].join(one)
+            return
+        self.stretches.append(one)
+        if len(self.stretches) > STRETCHES_MAX:
+            self._size *= 2
+            for earlier, later in zip(self.stretches[::2], self.stretches[1::2], strict=False):
+                earlier.join(later)
+            del self.stretches[1::2]
+
+    def counted(self) -> dict[str, Any]:
+        """Return the keys of summary.json that the records give."""
+        rounds = self.rounds
+        learners = {
+            name: {
+                "local_steps": track.local_steps,
+                "tokens": track.tokens,
+                "participation": participation(track.merged, rounds) if rounds else None,
+                "restarts": track.restarts,
+                "step_overhead": step_overhead(track.busy_s, track.span_s),
+            }
+            for name, track in sorted(self.tracks.items(), key=lambda item: (len(item[0]), item[0]))
+        }
+        return {
+            "eval_loss": self.evals.last[2] if self.evals.last else None,
+            "eval_bits_per_byte": self.bits_per_byte,
+            "eval_scores": self.scores,
+            "tokens": self.tokens,
+            "wall_s": self.end_s,
+            "global_steps": self.global_step,
+            "contributors_per_round": sum(t.merged for t in self.tracks.values()) / rounds if rounds else None,
+            "wire": {"up_bytes": self.wire[-1][1], "down_bytes": self.wire[-1][2]} if self.wire else {},
+            "learners": learners,
+        }
+
+    def summary(self, written: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the counted keys of summary.json, replaced by the values that were `written` there."""
+        counted = self.counted()
+        learners = counted["learners"]
+        for name, row in written.get("learners", {}).items():
+            learners[name] = learners.get(name, {}) | row
+        summary = {"complete": False, **counted, **written, "learners": learners}
+        summary["wire"] = counted["wire"] | written.get("wire", {})
+        # A data-parallel run has no rounds.
+        if not self.rounds:
+            summary["contributors_per_round"] = None
+            for row in learners.values():
+                row["participation"] = None
+        return summary
+
+    def curves(self, most: int) -> dict[str, Any]:
+        """Return losses (time, tokens of all learners, loss), evaluations, totals, and the rounds of each island."""
+        names = list(self.counted()["learners"])
+        steps = {name: self.tracks[name].steps.points for name in names}
+        cells = [[each.begin_s, each.end_s, each.rounds] for each in self.stretches]
+        members = {name: [each.members.get(name, 0) for each in self.stretches] for name in names} if cells else {}
+        return {
+            "loss": {name: few(points, most) for name, points in steps.items() if points},
+            "evals": few(self.evals.points, most),
+            "totals": few(self.totals.points, most),
+            "cells": cells,
+            "members": members,
+        }
+
+
+def verdict(
+    status: Mapping[str, Any], summary: Mapping[str, Any], alarms: tuple[int, int], goodput: float | None
+) -> str:
+    """Return a sentence about a run; `alarms` are the numbers of those that stand and of those that ended."""
+    state, steps = status.get("state", "unknown"), status.get("global_step", summary["global_steps"])
+    total, loss = status.get("total_steps"), summary.get("eval_loss")
+    restarts = sum(row["restarts"] for row in summary["learners"].values())
+    said = [
+        f"{state}: {steps}{f' of {total}' if total else ''} global steps",
+        f"evaluation loss {loss:.4f}" if loss is not None else "not evaluated" if state in ENDED else "",
+        f"{format_count(status.get('tokens', summary['tokens']))} tokens",
+        format_duration(status.get("wall_s", summary["wall_s"])),
+        f"goodput {goodput:.1%}" if goodput is not None else "",
+        _count(alarms[0], "alarm") if alarms[0] or not alarms[1] else f"{_count(alarms[1], 'alarm')} that ended",
+        _count(restarts, "restart") if restarts else "",
+    ]
+    return ", ".join(filter(None, said))
+
+
+def against(loss: float | None, baseline: float | None, name: str) -> str:
+    """Return a text on how far an evaluation loss is from a baseline's; "" if one of them is not known."""
+    if loss is None or baseline is None or not (isfinite(loss) and isfinite(baseline) and baseline > 0):
+        return ""
+    share = loss / baseline - 1
+    way = "above" if share > 0 else "below"
+    return f", {abs(share):.2%} {way} the baseline {name} ({baseline:.4f})"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'s' if number > 1 else ''}"

@@ -1,1 +1,0 @@
-"""The timeline of a run for viewers of traces, and what a run reads."""

@@ -1,0 +1,67 @@
+"""The closing lines of a run: how far it came, its alarms, and the command that continues it or trains it longer."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.runtime.records.files import (
+    CONFIG_FILE,
+    SUMMARY_FILE,
+    command,
+    has_begun,
+    longer_command,
+    resume_command,
+)
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.tools.terminal.words import alarm_line, ended_lines, scores_text, stands
+
+ALARMS_SHOWN = 8
+
+
+def ending(summary: Mapping[str, Any], config: RunConfig) -> str:
+    """Describe how far a run came, and its newest evaluation."""
+    loss, scores = summary["eval_loss"], scores_text(summary["eval_scores"])
+    own = config.model.own
+    if loss is not None:
+        found = f"evaluation loss {loss:.4f}{scores}"
+    elif summary.get("evaluated", True):
+        found = f"evaluation loss not finite{scores}"
+    elif summary["complete"]:
+        found = "no evaluation" + (": the loops give join() no evaluate=" if own else ", see the alarms")
+    else:
+        found = "before the first evaluation"
+    steps, spent = summary["global_steps"], f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"
+    if summary["complete"]:
+        # A short run may end before a slowly starting island was merged once.
+        idle = [name for name, each in summary.get("learners", {}).items() if not each["participation"]]
+        never = f"; never merged: {', '.join(idle)}" if idle else ""
+        merged, count = summary.get("contributors_per_round"), len(summary.get("learners", {}))
+        # A low share explains a high loss: a round of one island is a global step as well.
+        share = f"; {merged:.2f} of {count} islands per round" if merged and count > 1 else ""
+        return f"complete: {found} after {steps} global steps and {spent}{share}{never}"
+    of = f" of {config.train.steps}" if config.train.steps and not config.train.tokens else ""
+    return f"stopped after {steps}{of} global steps and {spent}, {found}"
+
+
+def alarm_lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
+    """Return a line for each alarm of a run that has ended: those that still stood, then the others."""
+    told = [alarm_line(alarm) for alarm in summary["alarms"] if stands(alarm)]
+    if more := told[ALARMS_SHOWN:]:
+        told[ALARMS_SHOWN:] = [f"and {len(more)} more alarms in {run_dir / SUMMARY_FILE}"]
+    return [*told, *ended_lines(summary["alarms"])]
+
+
+def onward(summary: Mapping[str, Any], config: RunConfig, run_dir: Path, program: str = "train") -> str:
+    """Return a line with the command that continues a run or trains it longer; "" if the run never began.
+
+    Args:
+        program: the command of `diloco` that runs the syncer, `train` or `syncer`.
+    """
+    if summary["complete"]:
+        # Islands with a built-in loop have a separate copy of the config.
+        same = "; give each island the same limits" if program == "syncer" and not config.model.own else ""
+        return f"to train longer: {longer_command(run_dir, config.limits, program)}{same}"
+    if not has_begun(run_dir):
+        return ""
+    alone = command(program, run_dir / CONFIG_FILE, "--run-dir", run_dir)
+    return f"to continue: {resume_command(run_dir) if program == 'train' else alone}"
