@@ -36,7 +36,7 @@ because sender and receiver know the layout from the same plan.
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import ml_dtypes
 import numpy as np
@@ -44,6 +44,8 @@ import xxhash
 from jaxtyping import Float, Float32, Shaped
 
 Format = Literal["float32", "bfloat16", "int8", "int4", "int2", "ternary"]
+# From wide to narrow.
+FORMATS: tuple[Format, ...] = get_args(Format)
 Shape = tuple[int, ...]
 Bytes = bytes | bytearray | memoryview
 

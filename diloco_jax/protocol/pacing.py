@@ -230,7 +230,17 @@ class ProtocolConfig:
     @property
     def own_state_age_max(self) -> int:
         """Return the greatest age of a usable saved state in global steps; the newest save may not have ended."""
-        return max(self.groups.gap_max, 2 * self.snapshot_every)
+        return max(self.groups.gap_max, self.snapshot_age_max)
+
+    @property
+    def snapshot_age_max(self) -> int:
+        """Return the greatest usual age of the newest snapshot in global steps: the save after it may still run."""
+        return 2 * self.snapshot_every
+
+    def snapshot_due(self, before: int, step: int) -> bool:
+        """Return whether a multiple of snapshot_every is above global step `before`, and at most `step`."""
+        every = self.snapshot_every
+        return every > 0 and step // every > before // every
 
 
 def ema(average: float | None, sample: float, decay: float) -> float:

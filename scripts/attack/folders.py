@@ -29,6 +29,7 @@ from attack.runs import (
 from attack.site import Site, comes_true, syncer, wait_until
 from attack.table import CATALOGUE, Findings, Ground
 from diloco_jax.runtime.local.run import next_incarnation
+from diloco_jax.runtime.records.signals import WRONG_INPUT
 from tests.runtime.helpers import call, environment, kill_processes, notes, processes_of, status
 
 REFUSED_WITHIN_S = 90.0
@@ -36,7 +37,6 @@ REFUSED_WITHIN_S = 90.0
 KILLED_STEPS, KILLED_STEP_S = 800, 0.04
 # A refused command must not change these files. Other files of a running run grow, or are replaced twice a second.
 STILL = ("config.yaml", "syncer.address", "summary.json", "checkpoints")
-WRONG_INPUT = 2
 REFUSED = "the command is refused and changes no file; an island killed after it returns; complete, audit clean"
 
 

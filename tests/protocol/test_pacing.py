@@ -16,6 +16,13 @@ def test_one_fragment_in_every_step_when_p_equals_h() -> None:
     assert [turns.due(step) for step in range(1, 9)] == [1, 2, 3, 0, 1, 2, 3, 0]
 
 
+def test_a_snapshot_is_due_when_a_multiple_of_the_interval_was_passed() -> None:
+    three, none = ProtocolConfig(snapshot_every=3), ProtocolConfig(snapshot_every=0)
+    steps = ((0, 2), (0, 3), (2, 4), (3, 4), (3, 5), (3, 9))
+    assert [three.snapshot_due(*each) for each in steps] == [False, True, True, False, False, True]
+    assert not any(none.snapshot_due(*each) for each in steps)
+
+
 def test_offsets_are_spread_evenly() -> None:
     # t_p = floor(p H / P): 0, floor(10 / 3) = 3, floor(20 / 3) = 6
     turns = Turns(10, 3)

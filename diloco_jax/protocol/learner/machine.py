@@ -174,8 +174,8 @@ class Learner:
         self.donor = Donor(effects, learner_id, incarnation)
         self.stager = Stager(effects, learner_id, incarnation, config, turns, self.anchors, adopt_mode, payload_bytes)
         self.wait = FragmentWait(config, turns)
-        # Snapshots that this learner has passed.
-        self._marker = 0
+        # The global step of the newest saved state, or of the start.
+        self._saved_step = 0
         # In lockstep: the round whose fragment must arrive before the next step.
         self._waits_for = 0
 
@@ -272,9 +272,8 @@ class Learner:
             self._waits_for = self.global_step
             self.state = WAITING
             contact.ask_again(now_s)
-        every = self._config.snapshot_every
-        if every and self.global_step // every > self._marker:
-            self._marker = self.global_step // every
+        if self._config.snapshot_due(self._saved_step, self.global_step):
+            self._saved_step = self.global_step
             self._effects.append(SaveState(self.global_step))
         if self.donor.waiting:
             self._serve()
@@ -445,7 +444,7 @@ class Learner:
                 self.state, self.contact.resend_at_s = RECOVERING, None
             self.start.load(self.anchors.digests, self.global_step, now_s)
             if self.start.over:
-                self._marker = self.global_step // max(1, self._config.snapshot_every)
+                self._saved_step = self.global_step
                 self._train()
 
     def _train(self) -> None:

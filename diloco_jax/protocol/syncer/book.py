@@ -234,8 +234,7 @@ class RoundBook:
 
     def _close(self, this: Round, late: set[str], reason: str, now_s: float) -> None:
         progress, members = self.progress, sorted(self.fresh - late)
-        marker = self.config.snapshot_every
-        snapshot = marker > 0 and this.global_step // marker > progress.global_step // marker
+        snapshot = self.config.snapshot_due(progress.global_step, this.global_step)
         self.collecting = None
         progress.global_step = this.global_step
         for learner_id in members:

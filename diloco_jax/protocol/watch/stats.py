@@ -53,6 +53,15 @@ def step_overhead(busy_s: float, span_s: float) -> float:
     return max(0.0, 1 - busy_s / span_s) if span_s > 0 else 0.0
 
 
+def goodput_of(trained_s: float, all_s: float) -> float:
+    """Return goodput: the time in inner steps without waiting for data, as a share of the time of all islands.
+
+    Both times are sums over all configured islands. For a simulated cluster (`sim/goodput`) they are sums over all
+    chips, because some slices of an island may be missing in a step.
+    """
+    return min(1.0, trained_s / all_s) if all_s > 0 else 0.0
+
+
 @dataclass(slots=True)
 class LearnerStats:
     """Time accounting of one learner over all its incarnations."""
@@ -273,7 +282,7 @@ class RunStats:
             "merged_tokens": self._syncer.progress.merged_tokens,
             "wall_s": round(now_s, 3),
             "global_steps": self._syncer.global_step,
-            "goodput": round(min(1.0, (busy_s - waited_s) / (max(1, len(self._names)) * window_s)), 4),
+            "goodput": round(goodput_of(busy_s - waited_s, max(1, len(self._names)) * window_s), 4),
             WAITING: round(waited_s / max(busy_s, 1e-9), 4),
             "uptime": round(min(1.0, self._covered_s / window_s), 4),
             "contributors_per_round": round(self.contributors_per_round, 4),

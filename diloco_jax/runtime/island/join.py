@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, end_now
+from diloco_jax.runtime.records.signals import FAILED, after_end, end_now
 from diloco_jax.settings.compiler import compiler_variable
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.islands import IslandConfig
@@ -254,7 +254,7 @@ def _own_address(there: str) -> str:
 
 def leave(status: int) -> NoReturn:
     """End this process of an island of several hosts, with this exit status."""
-    if status in (0, INTERRUPTED):
+    if not after_end(status).failed:
         try:
             # This call waits for the other processes, because without their coordinator they would abort.
             jax.distributed.shutdown()

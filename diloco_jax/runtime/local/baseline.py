@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.watch.alarms import Alarm
+from diloco_jax.protocol.watch.stats import goodput_of, step_overhead
 from diloco_jax.protocol.watch.terms import WAITING
 from diloco_jax.protocol.watch.time_left import TimeLeft
 from diloco_jax.runtime.figures.facts import IslandFacts
@@ -145,8 +146,8 @@ class DataParallelRun:
 
     def _conclude(self, step: int, began_s: float) -> dict[str, Any]:
         ended_s = self._now_s()
-        waiting = self._waited_s / max(self._busy_s, 1e-9)
-        share = min(1.0, self._busy_s / max(ended_s - began_s, 1e-9))
+        span_s = ended_s - began_s
+        overhead = step_overhead(self._busy_s, span_s)
         result = self._evaluate(step, self._config.train.final_eval_batches)
         meta = {"global_step": step, "tokens": self._tokens, "run": self._config.name}
         save_parameters(self._run_dir / CHECKPOINTS, self._island.parameters(), meta)
@@ -159,15 +160,15 @@ class DataParallelRun:
             "merged_tokens": self._tokens,
             "wall_s": round(ended_s, 3),
             "global_steps": step,
-            "goodput": round(share * (1 - waiting), 4),
-            WAITING: round(waiting, 4),
-            "uptime": round(share, 4),
+            "goodput": round(goodput_of(self._busy_s - self._waited_s, span_s), 4),
+            WAITING: round(self._waited_s / max(self._busy_s, 1e-9), 4),
+            "uptime": round(1 - overhead, 4),
             "contributors_per_round": 1.0,
             "unmerged_fragments": [],
             "steps_per_round": 1.0,
             "alarms": [Alarm("evaluation", "", text).as_dict() for text in self._evaluator.scorer.alarms],
             "wire": {"up_bytes": 0, "down_bytes": 0, "data_parallel_bytes": 0},
-            "learners": {NAME: {**learner, "step_overhead": round(1 - share, 4)}},
+            "learners": {NAME: {**learner, "step_overhead": round(overhead, 4)}},
             "complete": step >= self._config.planned_steps,
             "num_parameters": self._evaluator.num_parameters,
         }

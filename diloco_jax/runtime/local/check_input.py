@@ -6,7 +6,6 @@ of the user's own is made once, as the processes will make it.
 
 import os
 import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ from diloco_jax.training.convert.weights import Weights
 from diloco_jax.training.data.corpus import image_ids, tokenizer_of
 from diloco_jax.training.data.order import check_source, example
 from diloco_jax.training.data.sample import batch_shapes
-from diloco_jax.training.data.tokenizer import TOKENIZER_FILE, open_tokenizer
+from diloco_jax.training.data.tokenizer import has_tokenizer, open_tokenizer
 from diloco_jax.training.models.config import DECODER, MOE
 from diloco_jax.training.named import failure, is_ours
 from diloco_jax.training.optimizers import learning_rate
@@ -111,7 +110,7 @@ def check_tokenizer(config: RunConfig) -> None:
         if model.args.get(name, number) != number:
             raise ValueError(f"model.args.{name} is {model.args[name]}, but the data has id {number} there; set it so")
     weights = model.weights
-    known = weights and (Path(weights) / TOKENIZER_FILE).exists()
+    known = weights and has_tokenizer(weights)
     if tokenizer and known and open_tokenizer(weights).digest != tokenizer.digest:
         raise ValueError(
             f"the tokenizer of the data is not that of model.weights '{weights}'; make the data from text with "

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diloco_jax.runtime.records.signals import FAILED, HUNG, INTERRUPTED, WRONG_INPUT
+from diloco_jax.runtime.records.signals import FAILED, HUNG, WRONG_INPUT, after_end
 
 # The delay before a restart doubles while a process keeps failing within this time.
 BRIEF_S = 20.0
@@ -141,7 +141,8 @@ class Child:
         lived_s = self._ended_s - self._began_s
         self.brief = self.brief + 1 if lived_s < BRIEF_S else 1
         # Another process, such as a preemption notice, may have asked it to end. That is not a failure.
-        failed = self.poll() not in (INTERRUPTED, -signal.SIGTERM)
+        status = self.poll()
+        failed = status is None or after_end(status).failed
         self.failures = failed + (0 if lived_s > STEADY_S else self.failures)
         self.again_at_s = time.monotonic() + pause_s(delay_s, self.brief)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from diloco_jax.runtime.local.ends import IslandEnd, rule_of
 from diloco_jax.runtime.local.machine import CONTROLLER, Machine, check, count_of, look, settings_of
 from diloco_jax.runtime.local.processes import GRACE_S, Child, Process, Silence, free_address
 from diloco_jax.runtime.local.standby import Spares, shared_by_several
@@ -30,7 +31,7 @@ from diloco_jax.runtime.own_loop.surroundings import (
 )
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, HEALTH, LOGS, TAPES, resume_command
 from diloco_jax.runtime.records.liveness import forget_phases, tell_phase, tell_restart
-from diloco_jax.runtime.records.signals import INTERRUPTED, PARENT_ENV, WRONG_INPUT
+from diloco_jax.runtime.records.signals import PARENT_ENV, WRONG_INPUT, after_end
 from diloco_jax.runtime.records.status import clear_for_start, complete, last_state
 from diloco_jax.settings.islands import IslandsConfig
 from diloco_jax.settings.run import RunConfig
@@ -246,7 +247,7 @@ class LocalRun:
         if code is None:
             return False
         # A syncer without a signal handler or a model ends by the signal.
-        if code == 0 or (asked_to_stop and code in (-signal.SIGTERM, INTERRUPTED)):
+        if code == 0 or (asked_to_stop and not after_end(code).failed):
             return True
         limit = self._config.syncer.restarts_max
         # The data-parallel trainer, or a syncer that never listened, is not restarted.
@@ -279,37 +280,37 @@ class LocalRun:
         # The mark of readiness belongs to the process that ended.
         with contextlib.suppress(OSError):
             (self._run_dir / HEALTH / f"{child.name}.ready").unlink(missing_ok=True)
-        if code == 0 and self._config.islands.command and not (self._joined(child.name) or complete(self._run_dir)):
-            child.failed = True
-            self._say(f"{child.name} ended without joining the run; call diloco_jax.join in islands.command")
-        elif code == 0:
-            # The syncer ended the run, or the island was drained.
-            child.left = True
-            if not complete(self._run_dir):
-                self._say(f"{child.name} left: {child.hosts[0].last_line()}")
-        elif last_state(self._run_dir) == "complete":
-            child.left = True
-        elif code == WRONG_INPUT or (child.unloadable and not self._joined(child.name)):
-            # A restart would fail as well.
-            child.failed = True
-            self._say(f"{child.describe_exit()}; not started again")
-            self._tell_given_up(child, "does not restart it, because a restart would fail as well")
-        else:
-            child.plan_restart(self._config.islands.restart_delay_s)
-            if child.failures > self._config.islands.restarts_max:
-                child.failed, child.again_at_s = True, None
-                self._say(f"{child.describe_exit()}; given up after {count_of(child.starts, 'start')}")
-                self._tell_given_up(child, f"has given it up after {count_of(child.starts, 'start')}")
-                return
-            # An end that somebody asked for does not count as a failure.
-            limit = f", failure {child.failures} of at most {self._config.islands.restarts_max}" * bool(child.failures)
-            words = f"`diloco train` restarts it by itself (restart {child.starts}{limit}); its log is {child.log}"
-            tell_restart(self._run_dir, child.name, words)
-            at_once = child.brief == 1 and self._spares.ready(child.name)
-            self._say(f"{child.describe_exit()}; {'its spare takes over' if at_once else 'starting it again'}")
-            if at_once:
-                child.again_at_s = 0.0
-                self._tend_island(child)
+        joined, state = self._joined(child.name), last_state(self._run_dir)
+        own_program = bool(self._config.islands.command)
+        rule = rule_of(IslandEnd(code, state, own_program=own_program, joined=joined, unloadable=child.unloadable))
+        if rule.then == "restart":
+            self._restart_island(child)
+            return
+        child.left, child.failed = rule.then == "left", rule.then == "failed"
+        if rule.line:
+            last = child.hosts[0].last_line()
+            self._say(rule.line.format(name=child.name, exit=child.describe_exit(), last=last))
+        if rule.reason:
+            self._tell_given_up(child, rule.reason)
+
+    def _restart_island(self, child: Child) -> None:
+        """Plan another start of an island, or give it up after too many failures."""
+        limit, starts = self._config.islands.restarts_max, count_of(child.starts, "start")
+        child.plan_restart(self._config.islands.restart_delay_s)
+        if child.failures > limit:
+            child.failed, child.again_at_s = True, None
+            self._say(f"{child.describe_exit()}; given up after {starts}")
+            self._tell_given_up(child, f"has given it up after {starts}")
+            return
+        # An end that somebody asked for does not count as a failure.
+        counted = f", failure {child.failures} of at most {limit}" * bool(child.failures)
+        words = f"`diloco train` restarts it by itself (restart {child.starts}{counted}); its log is {child.log}"
+        tell_restart(self._run_dir, child.name, words)
+        at_once = child.brief == 1 and self._spares.ready(child.name)
+        self._say(f"{child.describe_exit()}; {'its spare takes over' if at_once else 'starting it again'}")
+        if at_once:
+            child.again_at_s = 0.0
+            self._tend_island(child)
 
     def _tell_given_up(self, child: Child, why: str) -> None:
         again = resume_command(self._run_dir)

@@ -9,15 +9,45 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 PARENT_ENV = "DILOCO_PARENT_PID"
-# Exit statuses tell supervisors whether to start a process again. After FAILED another attempt may succeed, after
-# WRONG_INPUT none will. HUNG: the watchdog ended the process (pulse.py). INTERRUPTED: SIGTERM or a person ended it
-# before its work was done.
-FAILED, WRONG_INPUT, HUNG, INTERRUPTED = 1, 2, 124, 130
+# Exit statuses; AFTER_END has their meanings.
+FAILED, WRONG_INPUT, HUNG, INTERRUPTED, TERMINATED = 1, 2, 124, 130, 128 + signal.SIGTERM
 _PR_SET_PDEATHSIG = 1
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+
+
+class AfterEnd(NamedTuple):
+    """Consequence of an exit status for the supervisor of the process."""
+
+    # docs/troubleshooting.md has the same words.
+    meaning: str
+    # Another start may succeed.
+    again: bool
+    # The end counts towards the limit of restarts.
+    failed: bool
+
+
+AFTER_END = {
+    0: AfterEnd("the work is done", again=False, failed=False),
+    FAILED: AfterEnd("it failed: the syncer is down, a host or a disk was lost", again=True, failed=True),
+    WRONG_INPUT: AfterEnd(
+        "the input is wrong, or a refusal will repeat (config, run, token, certificate)", again=False, failed=True
+    ),
+    HUNG: AfterEnd("its watchdog ended it", again=True, failed=True),
+    INTERRUPTED: AfterEnd(
+        "it was asked to end before its work was done: SIGTERM, Ctrl-C, a preemption notice", again=True, failed=False
+    ),
+    TERMINATED: AfterEnd("SIGTERM came twice, or before the process could handle it", again=True, failed=False),
+}
+# Statuses of processes that were asked to end.
+ASKED_TO_END = tuple(status for status, then in AFTER_END.items() if then.again and not then.failed)
+
+
+def after_end(status: int) -> AfterEnd:
+    """Return the consequence of an exit status, or of the negative number of the signal that ended the process."""
+    return AFTER_END.get(128 - status if status < 0 else status, AFTER_END[FAILED])
 
 
 class RefusedForGood(ValueError):

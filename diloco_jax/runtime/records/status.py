@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
 
 ANSWER_TIMEOUT_S = 5.0
-# State of a run: every round is done, and an island evaluates the final model.
-EVALUATING = "evaluating"
+# In these states of a run every round is done. In the first one an island may still evaluate the final model.
+EVALUATING, COMPLETE = MERGED_ALL = ("evaluating", "complete")
 # Number of islands that "waiting for" names because they wait for data.
 STARVED_MAX = 4
 
@@ -66,7 +66,7 @@ def compose_status(
     """
     state = "running" if stats.tokens else "starting"
     if syncer.finished:
-        state = "complete" if stopped or syncer.over else EVALUATING
+        state = COMPLETE if stopped or syncer.over else EVALUATING
     elif stopped:
         state = "stopped"
     waiting_for = syncer.waiting_for(now_s)
@@ -179,8 +179,8 @@ def last_state(run_dir: Path) -> str:
 
 
 def complete(run_dir: Path) -> bool:
-    """Return whether every round is done by the last status; an island may still evaluate the final model."""
-    return last_state(run_dir) in (EVALUATING, "complete")
+    """Return whether the last status is one of MERGED_ALL."""
+    return last_state(run_dir) in MERGED_ALL
 
 
 def is_over(run_dir: Path) -> bool:

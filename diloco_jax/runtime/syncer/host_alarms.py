@@ -22,8 +22,7 @@ DISK_SPARE_BYTES = 64 << 20
 DAYS_LEFT = 7.0
 # Clocks may differ by CLOCK_S. The last CLOCKS reports of an island are compared together.
 CLOCK_S, CLOCKS = 5.0, 5
-# So many intervals without a snapshot raise an alarm, after at least so many seconds.
-OVERDUE = 2
+# A late snapshot raises an alarm after at least so many seconds.
 OVERDUE_LEAST_S = 60.0
 DAY = 86_400.0
 
@@ -92,11 +91,13 @@ class HostAlarms:
         return found + self._of_files
 
     def _overdue(self) -> list[Alarm]:
-        every, step = self._context.config.protocol.snapshot_every, self._context.machine.global_step
+        protocol, step = self._context.config.protocol, self._context.machine.global_step
         newest = newest_snapshot(self._context.run_dir)
         then, when_s = newest[:2] if newest is not None else (self._first_step, self._began_unix_s)
         quiet_s = time.time() - max(when_s, self._began_unix_s)
-        if not every or step - then <= OVERDUE * every or quiet_s < OVERDUE_LEAST_S or self._writer.condition:
+        every = protocol.snapshot_every
+        in_time = not every or step - then <= protocol.snapshot_age_max
+        if in_time or quiet_s < OVERDUE_LEAST_S or self._writer.condition:
             return []
         what = f"the newest snapshot is of global step {then}" if newest is not None else "there is no snapshot"
         return [Alarm("snapshot", "", f"{what}, {step - then} ago; protocol.snapshot_every is {every}")]

@@ -14,6 +14,7 @@ from random import Random
 from statistics import NormalDist
 from typing import NamedTuple
 
+from diloco_jax.protocol.watch.stats import goodput_of
 from diloco_jax.sim.goodput.settings import CHIPS_MAX, SLICES_MAX, YEAR_S, setting
 
 # Noise never makes a step shorter than this share of its mean.
@@ -227,9 +228,8 @@ def cluster(hardware: Hardware, learners: int, chips: float, seed: int, *, elast
 
 
 def goodput(parts: Sequence[Slices], seconds: float) -> float:
-    """Return the share of all chips' time in steps; a step counts only for the slices that were present."""
-    chips = sum(part.chips for part in parts)
-    return sum(part.useful_s * part.chips for part in parts) / (seconds * chips)
+    """Return the goodput of all chips; a step counts only for the slices that were present."""
+    return goodput_of(sum(part.useful_s * part.chips for part in parts), seconds * sum(part.chips for part in parts))
 
 
 def uptime(parts: Sequence[Slices], seconds: float) -> float:

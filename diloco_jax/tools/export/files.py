@@ -31,7 +31,7 @@ from diloco_jax.training.convert.tensors import tensors
 from diloco_jax.training.convert.weights import CONFIG_FILE, Parameters, Weights, write_weights
 from diloco_jax.training.data.config import PLAIN
 from diloco_jax.training.data.corpus import tokenizer_of
-from diloco_jax.training.data.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, Tokenizer, open_tokenizer
+from diloco_jax.training.data.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, Tokenizer, has_tokenizer, open_tokenizer
 
 OF_TOKENIZER = (
     TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -72,7 +72,7 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch, *, imag
             f"{folder}: a run from this model could not be exported for transformers ({error}); import a model with "
             "another config.json"
         ) from error
-    tokenizer = open_tokenizer(folder) if (folder / TOKENIZER_FILE).exists() else None
+    tokenizer = open_tokenizer(folder) if has_tokenizer(folder) else None
     have = model.args.get("vocab_size", 256)
     if tokenizer and tokenizer.vocab_size > have:
         ids = f"has ids below {tokenizer.vocab_size}, config.json only {have}"
@@ -219,7 +219,7 @@ def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, described
     for name in (*OF_TOKENIZER, *OF_USE):
         for source in sources:
             # Tokenizer files in a folder without tokenizer.json may belong to another tokenizer.
-            if name in OF_TOKENIZER and tokenizer and tokenizer.folder and not (source / TOKENIZER_FILE).exists():
+            if name in OF_TOKENIZER and tokenizer and tokenizer.folder and not has_tokenizer(source):
                 continue
             if (source / name).is_dir():
                 shutil.copytree(source / name, folder / name)
@@ -233,7 +233,7 @@ def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, described
 def _tokenizer(config: RunConfig) -> Tokenizer | None:
     """Return the tokenizer of the data, or of the weights that the run started from; None if there is none."""
     for folder in (config.data.tokenizer, config.model.weights):
-        if folder and (Path(folder) / TOKENIZER_FILE).exists():
+        if folder and has_tokenizer(folder):
             return open_tokenizer(folder)
     try:
         return tokenizer_of(config.data)

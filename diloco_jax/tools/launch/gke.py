@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diloco_jax.runtime.records.files import HEALTH, STATES
-from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
+from diloco_jax.runtime.records.signals import ASKED_TO_END, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
@@ -18,8 +18,6 @@ from diloco_jax.tools.launch.common import IslandMachines, asked_of
 from diloco_jax.tools.launch.launcher import POD_ACCOUNT, Launcher, Plan, render
 from diloco_jax.tools.launch.needs import GIB, Needs, island_bytes, syncer_host
 
-# Exit statuses after SIGTERM, the second one if it came before the process could handle it.
-POLITE = (INTERRUPTED, 143)
 # The time until a process must have touched its health file; a token store may be copied first.
 START_MINUTES = 180
 # The probe waits longer than the process's own watchdog, because the watchdog reports where a process hangs.
@@ -90,7 +88,7 @@ def island_manifest(config: RunConfig, each: IslandMachines, needs: Needs) -> st
         selector=asked_of(cloud, "gke").selector,
         restarts=cloud.restarts_max,
         wrong_input=WRONG_INPUT,
-        ends=[WRONG_INPUT, *POLITE],
+        ends=[WRONG_INPUT, *ASKED_TO_END],
         states=f"{common.RUN_DIR}/{STATES}/{each.name}",
         arguments=common.learner_words(each.name, "$(DILOCO_SYNCER)"),
         environment=common.environment(config, each.name),

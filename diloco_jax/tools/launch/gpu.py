@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
+from diloco_jax.runtime.records.signals import ASKED_TO_END, WRONG_INPUT
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
@@ -123,7 +123,7 @@ def sky(config: RunConfig, needs: Needs) -> Plan:
             gpus=island.devices // island.hosts,
             accelerator=config.gpu.accelerator,
             spot=config.cloud.capacity == "spot",
-            polite=[INTERRUPTED, 143],
+            polite=list(ASKED_TO_END),
             coordinator_port=COORDINATOR_PORT,
             certificates=common.certificate_files(name),
         )

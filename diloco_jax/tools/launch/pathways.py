@@ -7,14 +7,14 @@ which tests compare with this manifest (decision 0081). Nobody has run these fil
 
 from typing import NamedTuple
 
-from diloco_jax.runtime.records.signals import WRONG_INPUT
+from diloco_jax.runtime.records.signals import ASKED_TO_END, WRONG_INPUT
 from diloco_jax.settings.cloud import AUTO
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import CHIPS_PER_HOST, Topology
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common, gke
 from diloco_jax.tools.launch.common import IslandMachines, asked_of
-from diloco_jax.tools.launch.gke import POLITE, Pool
+from diloco_jax.tools.launch.gke import Pool
 from diloco_jax.tools.launch.launcher import Launcher, Plan, render
 from diloco_jax.tools.launch.needs import GB, MACHINE_GIB, MARGIN, Needs, allocatable, island_bytes
 
@@ -160,7 +160,7 @@ def islands_manifest(config: RunConfig, slices: list[IslandMachines], needs: Nee
         selector=asked_of(cloud, "pathways").selector,
         restarts=cloud.restarts_max,
         wrong_input=WRONG_INPUT,
-        ends=[WRONG_INPUT, *POLITE],
+        ends=[WRONG_INPUT, *ASKED_TO_END],
         arguments=["islands", common.CONFIG_PATH, "--syncer", "$(DILOCO_SYNCER)", "--run-dir", common.RUN_DIR],
         environment=environment,
         memory=gke.memory(MARGIN * memory),

@@ -9,7 +9,7 @@ can read.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from diloco_jax.runtime.records.signals import INTERRUPTED, WRONG_INPUT
+from diloco_jax.runtime.records.signals import INTERRUPTED, TERMINATED, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.common import VOLUME, IslandMachines, asked_of, flags
@@ -26,7 +26,7 @@ STOP_S = 60
 COORDINATOR_PORT = 8482
 
 # A container with one of these exit statuses is not restarted.
-FINAL = {"wrong input": WRONG_INPUT, "SIGTERM": INTERRUPTED, "SIGTERM before it could listen": 143}
+FINAL = {"wrong input": WRONG_INPUT, "SIGTERM": INTERRUPTED, "SIGTERM before it could listen": TERMINATED}
 
 
 def boot_script(name: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_jax.protocol.watch.stats import goodput_of
 from diloco_jax.protocol.watch.terms import WAITING
 from diloco_jax.runtime.records.thinning import stands_for
 from diloco_jax.tools.page.curve import POINTS_KEPT, Curve, few
@@ -135,7 +136,7 @@ class IslandTimes:
         all_s = sum(sum(row.values()) for row in rows.values())
         if goodput is not None and all_s:
             _move(rows, goodput * all_s - sum(row[TRAINING] for row in rows.values()))
-        goodput = round(sum(row[TRAINING] for row in rows.values()) / all_s, 4) if all_s else None
+        goodput = round(goodput_of(sum(row[TRAINING] for row in rows.values()), all_s), 4) if all_s else None
         return {
             "span_s": round(end_s - (began_s or 0.0), 3) if rows else 0.0,
             "goodput": goodput,

@@ -8,12 +8,13 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from diloco_jax.core.codec import FORMATS
 from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX, RECOVERY_TURNS_MAX, WAIT_STEPS_MAX, ProtocolConfig
 from diloco_jax.protocol.turns import Periods
 from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds
 from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.plan.case import Case, changed
-from diloco_jax.tools.plan.forecast import FORMATS, recovery, wait
+from diloco_jax.tools.plan.forecast import recovery, wait
 from diloco_jax.tools.plan.rates import OFF_BY, rate_factor
 from diloco_jax.transport.link import STRIPES_MAX
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from diloco_jax.core.codec import Format
+from diloco_jax.core.codec import FORMATS
 from diloco_jax.protocol.learner.recovery import PART_S, PARTS_IN_FLIGHT_MAX, PARTS_IN_FLIGHT_MIN
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.island.adoptions import STATE_PART_BYTES
@@ -34,8 +34,6 @@ GAP_STEPS = 0.5
 # On a narrow link a state takes this many times as long as its bytes alone, because few of its parts are on their way;
 # docs/log.md, 2026-11-27.
 STATE_TURNS = 1.3
-# From wide to narrow.
-FORMATS: tuple[Format, ...] = ("float32", "bfloat16", "int8", "int4", "int2", "ternary")
 DAY_S = 86400.0
 ROUND_TRIPS_MS = (1.0, 10.0, 50.0, 100.0, 200.0)
 # The seed of the simulated failures.

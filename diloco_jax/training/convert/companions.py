@@ -6,7 +6,7 @@ from typing import Any
 
 from diloco_jax.training.convert.weights import CONFIG_FILE, read_json
 from diloco_jax.training.data.config import DataConfig
-from diloco_jax.training.data.tokenizer import TOKENIZER_FILE, Tokenizer, open_tokenizer
+from diloco_jax.training.data.tokenizer import Tokenizer, has_tokenizer, open_tokenizer
 from diloco_jax.training.models.config import ModelConfig
 
 GENERATION_FILE = "generation_config.json"
@@ -23,7 +23,7 @@ def folders_of(model: ModelConfig, data: DataConfig, tokenizer: Tokenizer | None
     for folder in (Path(name) for name in names if name):
         if not folder.is_dir() or folder in found:
             continue
-        if (folder / TOKENIZER_FILE).exists() and tokenizer and open_tokenizer(folder).digest != tokenizer.digest:
+        if has_tokenizer(folder) and tokenizer and open_tokenizer(folder).digest != tokenizer.digest:
             continue
         found.append(folder)
     return found

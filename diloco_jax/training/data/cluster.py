@@ -18,7 +18,7 @@ import tokenizers
 
 from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.training.data.documents import SourcePiece, needs
-from diloco_jax.training.data.tokenizer import BYTES, TOKENIZER_FILES, open_tokenizer
+from diloco_jax.training.data.tokenizer import BYTES, open_tokenizer, tokenizer_files
 from diloco_jax.training.data.tokenizing import EncodedPart, Engine, StorePart, encode_part, write_part
 
 # How often Ray repeats a task if its worker or its node is lost.
@@ -101,7 +101,7 @@ def _no_cluster(address: str, error: Exception) -> ValueError:
 
 def _make(ray: Any, parts: Sequence[StorePart], at_once: int) -> Iterator[int]:
     """Encode parts in tasks and write each as soon as it arrives; `at_once` limits the parts in memory."""
-    files = ray.put(_tokenizer_files(parts[0].tokenizer))
+    files = ray.put(tokenizer_files(parts[0].tokenizer))
     task = ray.remote(max_retries=RETRIES_MAX, num_cpus=1)(_encoded)
     todo, running = iter(parts), dict[Any, StorePart]()
     while True:
@@ -118,14 +118,6 @@ def _make(ray: Any, parts: Sequence[StorePart], at_once: int) -> Iterator[int]:
                 return encoded
 
             yield write_part(part, write)
-
-
-def _tokenizer_files(tokenizer: str) -> dict[str, str]:
-    """Return the tokenizer's files with their contents by name; none for bytes."""
-    if tokenizer == BYTES:
-        return {}
-    found = [Path(tokenizer) / name for name in TOKENIZER_FILES]
-    return {path.name: path.read_text(encoding="utf-8") for path in found if path.exists()}
 
 
 def _versions() -> str:

@@ -123,6 +123,17 @@ def _pieces(text: str) -> list[str]:
     return pieces
 
 
+def has_tokenizer(folder: str | Path) -> bool:
+    """Return whether a folder has the file of a tokenizer, and so a complete one."""
+    return (Path(folder) / TOKENIZER_FILE).exists()
+
+
+def tokenizer_files(name: str) -> dict[str, str]:
+    """Return the texts of a tokenizer's files by file name, in the order of writing; none for the one of bytes."""
+    paths = [] if name == BYTES else [Path(name) / file for file in TOKENIZER_FILES]
+    return {path.name: path.read_text(encoding="utf-8") for path in paths if path.exists()}
+
+
 def open_tokenizer(name: str | Path) -> Tokenizer:
     """Open the tokenizer in a folder, or the tokenizer of bytes; ValueError if its file is missing or damaged."""
     if name == BYTES:

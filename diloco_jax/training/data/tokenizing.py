@@ -34,9 +34,10 @@ from diloco_jax.training.data.tokenizer import (
     BYTES,
     SIZE_MAX,
     SIZE_MIN,
-    TOKENIZER_FILES,
     Tokenizer,
+    has_tokenizer,
     open_tokenizer,
+    tokenizer_files,
     train_tokenizer,
     write_whole,
 )
@@ -150,14 +151,14 @@ def _tokenizer(word: str, pieces: Sequence[SourcePiece], out: Path, tell: Tell |
     """Put the tokenizer into the store: copy it, or train it."""
     if word == BYTES:
         return open_tokenizer(word)
-    if not (out / TOKENIZER_FILES[-1]).exists():
+    if not has_tokenizer(out):
         if word.startswith(TRAIN):
             train_tokenizer(_sample(pieces, tell), training_size(word), out)
         else:
-            folder = open_tokenizer(word).folder
-            for name in TOKENIZER_FILES:
-                if folder and (folder / name).exists():
-                    write_whole(out / name, (folder / name).read_text(encoding="utf-8"))
+            # This refuses damaged files before the store has them.
+            open_tokenizer(word)
+            for name, text in tokenizer_files(word).items():
+                write_whole(out / name, text)
     return open_tokenizer(out)
 
 

@@ -183,6 +183,7 @@ def test_islands_and_syncer_are_counted_apart(tmp_path: Path) -> None:
         # SIGTERM and a preemption notice are not failures.
         (["exit 130"] * 5 + ["exit 1"], 9),
         (["kill $$"] * 5 + ["exit 2"], 6),
+        (["exit 143"] * 5 + ["exit 2"], 6),
         (["exit 124"], 4),
     ],
 )

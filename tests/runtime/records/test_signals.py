@@ -1,11 +1,15 @@
-"""Exit statuses of programs whose authors handle no error of this package."""
+"""Exit statuses: their consequences, and those of programs whose authors handle no error of this package."""
 
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT
+from diloco_jax.runtime.records.signals import AFTER_END, ASKED_TO_END, FAILED, INTERRUPTED, WRONG_INPUT, after_end
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 PROGRAM = """
 from diloco_jax.runtime.records.signals import RefusedForGood, end_refused
@@ -29,6 +33,18 @@ def test_only_a_refusal_ends_a_program_so_that_nobody_restarts_it(error: str, st
     assert ended.returncode == status
     printed = ended.stderr.splitlines()
     assert printed[-1:] == lines and ("Traceback" in ended.stderr) == (status == FAILED)
+
+
+def test_the_manual_lists_every_status_with_its_meaning() -> None:
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = [f"| {status} | {then.meaning} | {'no' if not then.again else ''}" for status, then in AFTER_END.items()]
+    assert [row for row in rows if row not in text] == []
+    assert ASKED_TO_END == (130, 143)
+
+
+def test_a_signal_has_the_consequence_of_the_status_that_a_shell_would_report() -> None:
+    assert after_end(-signal.SIGTERM) == AFTER_END[143] and after_end(-signal.SIGINT) == AFTER_END[INTERRUPTED]
+    assert after_end(-signal.SIGKILL) == after_end(77) == AFTER_END[FAILED]
 
 
 # A derivation of keys is a long call of C that no handler of Python interrupts, as a compilation is.

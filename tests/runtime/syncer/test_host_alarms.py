@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol.messages import SYNCER
+from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.syncer import host_alarms
 from diloco_jax.runtime.syncer.host_alarms import CLOCK_S, CLOCKS, OVERDUE_LEAST_S, HostAlarms
 from diloco_jax.transport.link import TransportConfig
@@ -23,8 +24,7 @@ class Machine:
     """Stand-in for a syncer's context: a folder, a tape, a writer and one member."""
 
     def __init__(self, folder: Path, **transport: Any) -> None:
-        protocol = SimpleNamespace(snapshot_every=10)
-        config = SimpleNamespace(protocol=protocol, transport=TransportConfig(**transport))
+        config = SimpleNamespace(protocol=ProtocolConfig(snapshot_every=10), transport=TransportConfig(**transport))
         self.tape, self.writer = SimpleNamespace(condition=""), SimpleNamespace(condition="")
         self.member = SimpleNamespace(state="active")
         self.machine = SimpleNamespace(global_step=0, membership=SimpleNamespace(members={"a": self.member}))
