@@ -24,12 +24,12 @@ class IslandEnd:
 
 @dataclass(frozen=True, slots=True)
 class EndRule:
-    """Consequence of the ends to which it applies.
+    """What follows from some ends.
 
     Attributes:
         then: left islands may come back later; a failed one makes the run fail if too few remain.
         line: the line for people, with the fields name, exit and last; "" for none.
-        reason: the reason for which the island is given up, for its file in health/; "" for none.
+        reason: why the supervisor gives the island up, for its file in health/; "" for none.
     """
 
     applies: Callable[[IslandEnd], bool]
