@@ -9,9 +9,7 @@ from tests.adapters.maxtext.environment import corpus, maxtext_python, words
 from tests.adapters.maxtext.runs import rows, score_in_maxtext, train
 
 pytestmark = [pytest.mark.trainers, pytest.mark.net]
-ROUNDS: dict[str, Any] = {"train": {"steps": 60, "eval_every": 30}}
-# Gemma 2 with its capped logits learns more slowly.
-LONGER: dict[str, Any] = {"train": {"steps": 120, "eval_every": 30}}
+ROUNDS: dict[str, Any] = {"train": {"steps": 120, "eval_every": 30}}
 EXPERTS = {
     "num_experts": "4",
     "base_moe_mlp_dim": "128",
@@ -34,7 +32,7 @@ CASES: dict[str, dict[str, str]] = {
 def test_islands_learn_and_maxtext_reads_their_model(name: str, tmp_path: Path) -> None:
     python = maxtext_python()
     arguments = words(corpus(python), tmp_path / "outputs", per_device_batch_size="8", **CASES[name])
-    changes = {**ROUNDS, "islands": {"devices": 2}} if name == "fsdp" else LONGER if name == "gemma2" else ROUNDS
+    changes = {**ROUNDS, "islands": {"devices": 2}} if name == "fsdp" else ROUNDS
     run_dir = train(tmp_path, [python, "-m", "diloco_jax.maxtext", *arguments], changes)
     scores = [row["loss"] for row in rows(run_dir, "eval")]
     assert scores[-1] < scores[0] - 0.3, scores
