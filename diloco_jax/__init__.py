@@ -4,24 +4,20 @@ The names below are loaded on first use, so that `import diloco_jax.sim` starts 
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.protocol.releases import RELEASE as __version__
 
 if TYPE_CHECKING:
-    from diloco_jax.protocol.learner.machine import Learner
     from diloco_jax.protocol.pacing import ProtocolConfig
-    from diloco_jax.protocol.syncer.machine import Syncer
-    from diloco_jax.runtime.learner.run import LearnerRun
     from diloco_jax.runtime.own_loop.attached import AttachedIsland, Holder, attach
     from diloco_jax.runtime.own_loop.island import OwnIsland, join
     from diloco_jax.runtime.own_loop.loaders import loader
     from diloco_jax.runtime.own_loop.stepping import RunComplete
     from diloco_jax.runtime.subscriber.subscription import FollowedModel, follow
-    from diloco_jax.runtime.syncer.run import SyncerRun
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.settings.text import dump, load
-    from diloco_jax.training.island import Island
     from diloco_jax.training.models.protocol import TrainableModel
     from diloco_jax.training.numpy_exchange.holder import HostHolder, NumpyArrays
     from diloco_jax.transport.link import TransportConfig
@@ -29,10 +25,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "dump": "settings.text",
     "load": "settings.text",
-    "Learner": "protocol.learner.machine",
     "ProtocolConfig": "protocol.pacing",
-    "Syncer": "protocol.syncer.machine",
-    "LearnerRun": "runtime.learner.run",
     "AttachedIsland": "runtime.own_loop.attached",
     "Holder": "runtime.own_loop.attached",
     "attach": "runtime.own_loop.attached",
@@ -42,30 +35,26 @@ _HOMES = {
     "loader": "runtime.own_loop.loaders",
     "FollowedModel": "runtime.subscriber.subscription",
     "follow": "runtime.subscriber.subscription",
-    "SyncerRun": "runtime.syncer.run",
     "RunConfig": "settings.run",
     "HostHolder": "training.numpy_exchange.holder",
     "NumpyArrays": "training.numpy_exchange.holder",
-    "Island": "training.island",
     "TrainableModel": "training.models.protocol",
     "TransportConfig": "transport.link",
 }
+
+# Names of releases before 0.4, which warn.
+_MOVED = ("Island", "Learner", "LearnerRun", "Syncer", "SyncerRun")
 
 __all__ = [
     "AttachedIsland",
     "FollowedModel",
     "Holder",
     "HostHolder",
-    "Island",
-    "Learner",
-    "LearnerRun",
     "NumpyArrays",
     "OwnIsland",
     "ProtocolConfig",
     "RunComplete",
     "RunConfig",
-    "Syncer",
-    "SyncerRun",
     "TrainableModel",
     "TransportConfig",
     "__version__",
@@ -79,6 +68,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        warnings.warn(f"import {name} from {__name__}.runs", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(f"{__name__}.runs"), name)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -37,7 +37,8 @@ LAYERS: dict[str, set[str]] = {
     "runtime": {"settings"} | MIDDLE,
     "tools": RUNS,
     "adapters": RUNS - {"sim"},
-    # the short paths that users import
+    # the paths that users import
+    "runs": RUNS,
     "maxtext": {"adapters"},
     "nnx": {"adapters"},
     "torch": {"adapters"},

@@ -16,9 +16,9 @@ GROUPS: Mapping[str, tuple[Command, ...]] = {
         first.init, first.data, first.tokenize, inference.begin, prepare.doctor, prepare.plan, prepare.preflight,
         prepare.simulate, prepare.launch, prepare.certs,
     ),
-    "machines and their roles": (runs.syncer, runs.learner, runs.islands, runs.baseline),
+    "machines and their roles": (runs.syncer, runs.learner),
     "after training": (inference.evaluate, inference.sample, inference.export, records.replay, records.audit),
-    "editor and shell": (first.schema, first.completion),
+    "started by other programs": (runs.islands, runs.baseline, first.schema, first.completion),
 }  # fmt: skip
 # Processes of a run start each other with these commands.
 HIDDEN = (runs.chaos_learner, runs.compile_ahead)

@@ -24,7 +24,7 @@ class IslandEnd:
 
 @dataclass(frozen=True, slots=True)
 class EndRule:
-    """What follows from some ends.
+    """Consequence of some ends.
 
     Attributes:
         then: left islands may come back later; a failed one makes the run fail if too few remain.
