@@ -26,7 +26,7 @@ from diloco_jax.runtime.model.cuts import COLUMNS, Cuts
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.transport import commands as c
 from diloco_jax.transport import wire
-from diloco_jax.transport.endpoints.front import LOOK_BYTES_MAX, is_bulk
+from diloco_jax.transport.session.front import LOOK_BYTES_MAX, is_bulk
 from diloco_jax.transport.link import (
     HOSTS_MAX,
     STRIPES_MAX,

@@ -19,7 +19,7 @@ from diloco_jax.transport.link import TransportConfig, TransportError
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.session.stream import Lane, StreamSession
-from diloco_jax.transport.trust.security import BULK_PROTOCOL, dial_syncer
+from diloco_jax.transport.trust.security import BULK_PROTOCOL, dial_listener
 
 # No HTTP/2 client and no TLS client starts like this.
 GREETING = b"diloco bulk 2\r\n\0"
@@ -180,11 +180,16 @@ class Stripe:
 
 
 def open_stripe(
-    session: StreamSession, lane: Lane, ticket: bytes, context: ssl.SSLContext | None, control: threading.Event
+    session: StreamSession,
+    lane: Lane,
+    ticket: bytes,
+    context: ssl.SSLContext | None,
+    server: str,
+    control: threading.Event,
 ) -> Stripe:
     """Dial the listener for one stripe of a session; OSError if it does not answer."""
     config = session.config
-    stream = dial_syncer(config.address, context, config.connect_timeout_s)
+    stream = dial_listener(config.address, context, config.connect_timeout_s, server)
     connection = Connection(stream, silence_s(config))
     try:
         if not session.bind(lane, connection.cut):
