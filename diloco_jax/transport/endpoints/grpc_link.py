@@ -2,8 +2,8 @@
 
 A learner opens one connection of gRPC for control messages, so that they never wait behind a payload, and several bulk
 connections beside it that share the payloads, because one connection alone does not fill a long link. All of them reach
-one port (front.py). The module uses gRPC's synchronous API, because only its client stays stable when connections break
-often.
+one port (session/entrance.py). The module uses gRPC's synchronous API, because only its client stays stable when
+connections break often.
 """
 
 import contextlib
@@ -59,8 +59,6 @@ from diloco_jax.transport.trust.security import BulkContexts, Denied, Gate, bulk
 
 # A connection may take this long before we look for the cause.
 PATIENCE_S = 1.0
-# Where gRPC itself listens: whatever comes from outside comes through the front.
-INNER = "127.0.0.1:0"
 
 log = logging.getLogger(__name__)
 
