@@ -11,12 +11,11 @@ import grpc
 import pytest
 
 from diloco_jax.transport.connection import Connection
-from diloco_jax.transport.endpoints import front
-from diloco_jax.transport.session.front import LOOK_BYTES_MAX, is_bulk
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink
 from diloco_jax.transport.link import TransportConfig, split_address
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.session import calls
+from diloco_jax.transport.session import calls, front
+from diloco_jax.transport.session.front import LOOK_BYTES_MAX, is_bulk
 from diloco_jax.transport.session.stripe import GREETING, TICKET_BYTES
 from diloco_jax.transport.trust import certificates
 from diloco_jax.transport.trust.security import (
