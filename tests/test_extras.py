@@ -19,7 +19,6 @@ INSTALLED = {
     "flax": "flax",
     "fsspec": "fsspec",
     "google": "protobuf",
-    "google_crc32c": "google-crc32c",
     "grpc": "grpcio",
     "hypothesis": "hypothesis",
     "jax": "jax",

@@ -1,12 +1,11 @@
 """Messages to bytes and back: the classes of protocol/messages.py and transport/commands.py <-> proto/diloco.proto.
 
 Rules of this file
-  * A frame is a protobuf `Frame`, but its payload bytes never pass through a protobuf object: writers append them as
-    the last field with one join, readers cut them off before they parse the rest. This halves the cost of a copy
-    under the interpreter's lock, and any protobuf client can still read and write the stream.
-  * The last field of a frame before its data is a checksum of all bytes before it, so that a flipped bit is noticed
-    on connections without encryption too. Frames of releases without checksums are accepted as they are
-    (docs/decisions/0091-bulk-beside-grpc.md).
+  * A frame of the control lane is a protobuf `Frame`. Its last field is a checksum of all bytes before it, so that a
+    flipped bit is noticed on connections without encryption too. A peer of another release may use another checksum,
+    or none; its frames are accepted unchecked (docs/decisions/0091-bulk-beside-grpc.md).
+  * A frame of a bulk connection is a prefix, a protobuf `Frame` as its head, and data. The data never pass through a
+    protobuf object: they are read into the memory of their payload.
   * Control characters are removed from texts, and reasons are cut, before anyone reads them (protocol/texts.py).
   * A reader checks everything before it uses it and before it allocates memory for it. A violation raises WireError,
     and the stream is not read any further.
@@ -17,8 +16,6 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import google_crc32c
-import numpy as np
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
@@ -34,12 +31,10 @@ from diloco_jax.transport.proto import diloco_pb2 as pb
 
 # The limit of a frame without its data; a step report needs about 10 bytes per fragment.
 HEAD_BYTES_MAX = 1 << 20
-FRAME_BYTES_MAX = CHUNK_BYTES_MAX + HEAD_BYTES_MAX
-_DATA_TAG = pb.Frame.DATA_FIELD_NUMBER << 3 | 2  # 2: length-delimited
-_CHECK_TAG = pb.Frame.CHECK_FIELD_NUMBER << 3 | 2
-# Tag and length of a checksum.
-_CHECK_HEAD = bytes((_CHECK_TAG & 0x7F | 0x80, _CHECK_TAG >> 7, 4))
-_CHECK_BYTES = len(_CHECK_HEAD) + 4
+_CHECK_TAG = pb.Frame.CHECK_FIELD_NUMBER << 3 | 2  # 2: length-delimited
+# Tag and length of a checksum: an xxh3 of 8 bytes.
+_CHECK_HEAD = bytes((_CHECK_TAG & 0x7F | 0x80, _CHECK_TAG >> 7, 8))
+_CHECK_BYTES = len(_CHECK_HEAD) + 8
 # What precedes each frame of a bulk connection: the sizes of its head and of its data in bytes, the xxh3 of both sizes
 # and the head, and that of the data. Both are 0 under TLS, which checks all bytes.
 _PREFIX = struct.Struct("<IIQQ")
@@ -69,21 +64,18 @@ class Ready(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """A message of the control lane, or a chunk of the bulk lane; `message` is set in one of a message's chunks.
+    """A message of the control lane, or a chunk of the bulk lane, whose data follow on the connection."""
 
-    The data of a chunk on a bulk connection follow, and `data` is empty.
-    """
-
+    # In the bulk lane, one of a message's chunks has it.
     message: Message | None
     chunk: pb.Chunk
-    data: memoryview
 
 
 class BulkPiece(NamedTuple):
     """The content of one frame of the bulk lane."""
 
     body: bytes  # first piece only
-    chunk: pb.Chunk  # without its checksum
+    chunk: pb.Chunk
     views: list[memoryview]
 
 
@@ -219,7 +211,7 @@ def pack_header(header: pb.Header) -> bytes:
 
 def _sealed(head: bytes) -> bytes:
     """Append the checksum to a frame without its data."""
-    return head + _CHECK_HEAD + google_crc32c.value(head).to_bytes(4, "little")
+    return head + _CHECK_HEAD + digest(head).to_bytes(8, "little")
 
 
 def control_frame(header: bytes, body: bytes) -> bytes:
@@ -261,20 +253,6 @@ def pieces(
     # The message has no payload, or the peer has all of it.
     if not sent:
         yield BulkPiece(body, chunk_at(0), [])
-
-
-def piece_frame(header: bytes, piece: BulkPiece) -> bytes:
-    """Return the frame of a piece, with the checksum of its data; the data are copied once."""
-    crc = 0
-    for view in piece.views:
-        # google_crc32c accepts no writable memoryview.
-        crc = google_crc32c.extend(crc, np.frombuffer(view, np.uint8))
-    piece.chunk.crc32c = crc
-    head = _sealed(b"".join((header, piece.body, pb.Frame(chunk=piece.chunk).SerializeToString())))
-    if not piece.views:
-        return head
-    size = sum(view.nbytes for view in piece.views)
-    return b"".join((head, bytes((_DATA_TAG,)), _varint(size), *piece.views))
 
 
 class Prefix(NamedTuple):
@@ -349,60 +327,6 @@ def _cut(parts: Sequence[memoryview], start: int, stop: int, chunk_bytes: int) -
         yield views
 
 
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def split(raw: bytes) -> tuple[bytes, memoryview]:
-    """Return a serialised Frame without its `data`, and a view of the data; WireError if the bytes are not a Frame."""
-    head, data, _ = _split(raw)
-    return head, data
-
-
-def _split(raw: bytes) -> tuple[bytes, memoryview, bool]:
-    """Split as `split` does, and tell whether the frame without its data ends with a checksum."""
-    head: list[memoryview] = []
-    data: memoryview | None = None
-    checked = False
-    view, position = memoryview(raw), 0
-    while position < len(raw):
-        start = position
-        tag, position = _read_varint(raw, position)
-        # Every field of Frame is length-delimited.
-        if tag & 7 != 2:
-            raise WireError(f"malformed frame: wire type {tag & 7} at byte {start}")
-        size, position = _read_varint(raw, position)
-        if size > len(raw) - position:
-            raise WireError(f"malformed frame: a field of {size} bytes at byte {start} of {len(raw)}")
-        field, position = view[position : position + size], position + size
-        if tag != _DATA_TAG:
-            head.append(view[start:position])
-            checked = tag == _CHECK_TAG and position - start == _CHECK_BYTES
-        elif data is not None:
-            raise WireError("malformed frame: two data fields")
-        else:
-            data = field
-    return b"".join(head), memoryview(b"") if data is None else data, checked
-
-
-def _read_varint(raw: bytes, position: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 35, 7):
-        if position >= len(raw):
-            break
-        byte = raw[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-    raise WireError("malformed frame: bad length")
-
-
 class Reader:
     """Reader of the frames of one connection.
 
@@ -419,26 +343,24 @@ class Reader:
         self._checks = False
 
     def read(self, raw: bytes) -> Incoming | Goodbye | Ready:
-        """Return the content of a frame; the caller checks the checksum of its data.
+        """Return the content of a frame of the control lane.
 
         Raises:
             WireError: The frame is malformed, of another session, or not allowed on this connection.
         """
-        head, data, checked = _split(raw)
-        if len(head) > HEAD_BYTES_MAX:
-            raise WireError(f"a frame has {len(head)} bytes beside its data, the limit is {HEAD_BYTES_MAX}")
-        frame = _parsed(head)
+        if len(raw) > HEAD_BYTES_MAX:
+            raise WireError(f"a frame has {len(raw)} bytes, the limit is {HEAD_BYTES_MAX}")
+        frame = _parsed(raw)
         if frame.header != self._header:
             raise WireError(f"frame of another session: {_differences(frame.header, self._header)}")
-        self._check(head, checked)
-        event = self._content(frame, bool(data))
-        return event._replace(data=data) if isinstance(event, Incoming) else event
+        self._check(raw, frame.check)
+        return self._content(frame, False)
 
     def read_head(self, head: bytes, data_bytes: int) -> Incoming | Goodbye | Ready:
         """Return the content of a frame of a bulk connection, without its data; WireError as `read`."""
         frame = _parsed(head)
-        if frame.HasField("header") or frame.data or frame.check:
-            raise WireError("a frame of a bulk connection with fields of a gRPC stream")
+        if frame.HasField("header") or frame.check:
+            raise WireError("a frame of a bulk connection with fields of the control lane")
         return self._content(frame, bool(data_bytes))
 
     def _content(self, frame: pb.Frame, has_data: bool) -> Incoming | Goodbye | Ready:
@@ -450,14 +372,16 @@ class Reader:
             return Ready(frame.holdings)
         message = None if body_name is None else self._checked(unpack_body(frame, body_name))
         self._check_place(message, frame.chunk if has_chunk else None, has_data)
-        return Incoming(message, frame.chunk, memoryview(b""))
+        return Incoming(message, frame.chunk)
 
-    def _check(self, head: bytes, checked: bool) -> None:
+    def _check(self, raw: bytes, check: bytes) -> None:
         """Compare a frame with its checksum; once a peer has sent a checksum, every frame needs one."""
+        # The checksum of another release may follow bytes that look like the start of ours.
+        checked = len(check) == 8 and raw.endswith(_CHECK_HEAD + check)
         if not checked and self._checks:
             raise WireError("a frame without a checksum behind one that has it")
         self._checks = checked
-        if checked and google_crc32c.value(head[:-_CHECK_BYTES]) != int.from_bytes(head[-4:], "little"):
+        if checked and digest(raw[:-_CHECK_BYTES]) != int.from_bytes(check, "little"):
             raise WireError("corrupt frame: its checksum differs")
 
     def _checked(self, message: Message) -> Message:

@@ -15,9 +15,9 @@ from attack.hostile import aftermath, merged_once, rounds_go_on
 from attack.site import Site, comes_true, syncer, wait_until
 from attack.table import CATALOGUE, Findings, Ground
 from diloco_jax.tools.chaos import relay
-from diloco_jax.transport.endpoints.front import UNSORTED_MAX
 from diloco_jax.transport.link import split_address
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.front import UNSORTED_MAX
 from diloco_jax.transport.session.stripe import GREETING
 
 PATCHING = threading.Lock()

@@ -176,9 +176,9 @@ class _Stub:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
 
     async def read_control(self) -> AsyncIterator[bytes]:
-        """Yield the heads of control frames."""
+        """Yield control frames."""
         while (raw := await self.control.read()) is not grpc.aio.EOF:
-            yield wire.split(raw)[0]
+            yield raw
 
     async def read_bulk(self) -> AsyncIterator[bytes]:
         """Yield the heads of bulk frames."""

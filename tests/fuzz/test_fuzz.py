@@ -1,19 +1,18 @@
 """Whatever arrives from the network: refused or harmless, never a crash, never believed when it was forged."""
 
+import contextlib
 import random
-import unittest.mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.transport import wire
-from diloco_jax.transport.session import assembly
 from diloco_jax.transport.trust import security
 from tests.drawn import examples
 from tests.fuzz import targets
-from tests.fuzz.inputs import framed, mutate
-from tests.fuzz.targets import FRAMES, TARGETS, value_frames
+from tests.fuzz.inputs import mutate
+from tests.fuzz.targets import FRAMES, PAYLOAD, TARGETS, read_stripe, stripe_frames
 
 # All other targets are fast.
 INPUTS = {"syncer_machine": 60, "learner_machine": 100, "tape": 100}
@@ -39,7 +38,10 @@ def test_any_bytes(name: str, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_frames_cut_swapped_and_repeated(data: st.DataObject) -> None:
     """Frames that are each valid, in an order that is not: nothing but the right payload ever comes out."""
-    TARGETS["lane"].run(framed(*data.draw(st.lists(st.sampled_from(FRAMES), max_size=8))))
+    frames = data.draw(st.lists(st.sampled_from(FRAMES), max_size=8))
+    with contextlib.suppress(wire.WireError):
+        came = [delivery.payload for delivery in read_stripe(b"".join(frames), encrypted=True)]
+        assert came in ([], [PAYLOAD])
 
 
 def finds(name: str) -> bool:
@@ -52,22 +54,20 @@ def finds(name: str) -> bool:
     return False
 
 
-def test_a_reader_without_checksums_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not finds("forged_chunk")
-
-    class Anything:
-        def value(self, data: object) -> object:
-            del data
-            return unittest.mock.ANY
-
-    monkeypatch.setattr(assembly, "google_crc32c", Anything())
-    assert finds("forged_chunk")
-
-
-def test_a_bulk_connection_without_checksums_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not finds("forged_stripe")
-    monkeypatch.setattr(wire, "check_data", lambda *_: None)
-    assert finds("forged_stripe")
+@pytest.mark.parametrize(
+    ("target", "where", "check"),
+    [
+        ("forged_control", wire.Reader, "_check"),
+        ("forged_stripe", wire, "check_head"),
+        ("forged_stripe", wire, "check_data"),
+    ],
+)
+def test_a_reader_without_checksums_is_found(
+    target: str, where: object, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not finds(target)
+    monkeypatch.setattr(where, check, lambda *_: None)
+    assert finds(target)
 
 
 def test_a_reader_that_believes_any_header_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +96,9 @@ def test_a_gate_that_compares_only_the_beginning_is_found(monkeypatch: pytest.Mo
 
 
 def test_a_reader_that_takes_any_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    large = framed(*value_frames(bytes(2000), 300))
-    TARGETS["lane"].run(large)
-    right = targets.BulkLane
-    monkeypatch.setattr(targets, "BulkLane", lambda: right(1 << 20))
+    large = b"".join(stripe_frames(bytes(2000), 300))
+    TARGETS["stripe"].run(large)
+    right = targets.TransportConfig
+    monkeypatch.setattr(targets, "TransportConfig", lambda **_: right(payload_bytes_max=1 << 20))
     with pytest.raises(AssertionError):
-        TARGETS["lane"].run(large)
+        TARGETS["stripe"].run(large)

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from diloco_jax.protocol.messages import FragmentValue, Heartbeat, Message
+from diloco_jax.transport import wire
 from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import Delivery, TransportConfig
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session.assembly import Assembly
 from diloco_jax.transport.session.inbox import Inbox, Session
 from tests.limits import HANGS_S
 
@@ -87,6 +89,31 @@ def hear_end(side: Any, words: str = "") -> Delivery:
 def value(number: int = 1, size: int = 0, incarnation: int = 0, *, fragment_id: int = 0) -> FragmentValue:
     """Learner a's value for a round, with a payload of this size."""
     return FragmentValue("a", incarnation, number, fragment_id, 9, 9, 9, 0, 9, size)
+
+
+def bulk_bytes(piece: wire.BulkPiece) -> bytes:
+    """Return the frame of a piece on a plaintext bulk connection."""
+    return b"".join(wire.bulk_frame(wire.piece_head(piece), piece.views, checked=True))
+
+
+def read_bulk(reader: wire.Reader, frame: bytes) -> tuple[wire.Prefix, wire.Incoming, bytes]:
+    """Return prefix, chunk and data of a frame of a plaintext bulk connection; the data are not checked yet."""
+    prefix = wire.read_prefix(frame[: wire.PREFIX_BYTES])
+    head = frame[wire.PREFIX_BYTES :][: prefix.head_bytes]
+    wire.check_head(prefix, head)
+    event = reader.read_head(head, prefix.data_bytes)
+    assert isinstance(event, wire.Incoming)
+    return prefix, event, frame[wire.PREFIX_BYTES + prefix.head_bytes :]
+
+
+def add(assembly: Assembly, reader: wire.Reader, frame: bytes) -> None:
+    """Add the chunk of a frame to an assembly, as a plaintext bulk connection does."""
+    prefix, event, data = read_bulk(reader, frame)
+    place = assembly.claim(event.message, event.chunk, prefix.data_bytes)
+    if place is not None:
+        place.view[:] = data
+        wire.check_data(prefix, event.chunk, place.view)
+        assembly.filled(place)
 
 
 def comes_true(condition: Callable[[], object], within_s: float = HANGS_S) -> bool:

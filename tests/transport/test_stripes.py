@@ -215,7 +215,7 @@ def test_syncer_that_says_what_it_cannot_hold_ends_the_session(
     ends: Ends, listener: GrpcListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = pb.Holdings(partials=[pb.PartialPayload(key=1, payload_bytes=5, start=[0], stop=[6])])
-    monkeypatch.setattr(StreamSession, "ready_frame", lambda _, lane: wire.ready_frame(lane.header, wrong))
+    monkeypatch.setattr(StreamSession, "ready_frame", lambda self: wire.ready_frame(self.control.header, wrong))
     with pytest.raises(TransportError, match="unusable holdings: a partial payload of 5 bytes has ranges"):
         ends.connect()
 

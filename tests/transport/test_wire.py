@@ -5,13 +5,14 @@ import importlib.util
 import math
 import os
 import re
+import struct
 import subprocess
 import sys
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import pytest
 import xxhash
@@ -29,10 +30,14 @@ from diloco_jax.transport.partials import Partials, Ranges
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.assembly import Assembly
 from tests.limits import HANGS_S
+from tests.transport import ends
 
-HEADER = pb.Header(run_id="run", epoch=3, sender="a", incarnation=2, session=7, lane=pb.LANE_BULK)
+HEADER = pb.Header(run_id="run", epoch=3, sender="a", incarnation=2, session=7, lane=pb.LANE_CONTROL)
+BULK_HEADER = pb.Header(run_id="run", epoch=3, sender="a", incarnation=2, session=7, lane=pb.LANE_BULK)
+PACKED = wire.pack_header(HEADER)
 VALUE = m.FragmentValue("a", 2, 5, 1, 40, 24, 9000, -1, 80, 10)
 MESSAGES: tuple[type, ...] = tuple(dict.fromkeys((*typing.get_args(m.Message), *COMMANDS, *REPLIES)))
+CONTROL_TYPES = tuple(kind for kind in MESSAGES if kind not in wire.BULK_TYPES)
 METRICS = m.MetricsReport("a", 2, 7, ())
 SCORE = m.Score("a", 2, 1, 5, (4,), math.nan, math.inf, 0, (), 0.5, "no number, but for people")
 # Texts that a receiver keeps unchanged.
@@ -77,33 +82,23 @@ def strategy_of(hint: Any) -> st.SearchStrategy[Any]:
     }[hint]
 
 
-def reader(allowed: tuple[type, ...] = MESSAGES) -> wire.Reader:
-    return wire.Reader(HEADER, allowed)
+def reader() -> wire.Reader:
+    """Return a reader of the control lane."""
+    return wire.Reader(HEADER, CONTROL_TYPES)
 
 
-def frames(message: m.Message, *parts: bytes, chunk_bytes: int = 4, number: int = 1) -> list[bytes]:
+def frames(message: m.Message, *parts: bytes, chunk_bytes: int = 4) -> list[bytes]:
     views = [memoryview(part) for part in parts]
-    pieces = wire.pieces(number, wire.pack_body(message), views, chunk_bytes)
-    return [wire.piece_frame(wire.pack_header(HEADER), piece) for piece in pieces]
+    return [ends.bulk_bytes(piece) for piece in wire.pieces(1, wire.pack_body(message), views, chunk_bytes)]
 
 
 def assemble(frames: list[bytes]) -> list[tuple[m.Message, memoryview]]:
     """Return the messages that a receiver assembles from frames of the bulk lane."""
     assembly, came = Assembly(1 << 20, Partials(1 << 20, 60.0)), list[tuple[m.Message, memoryview]]()
     for frame in frames:
-        event = reader().read(frame)
-        assert isinstance(event, wire.Incoming)
-        assembly.add(event)
+        ends.add(assembly, wire.Reader(BULK_HEADER, MESSAGES), frame)
         assembly.deliver(lambda message, payload: came.append((message, payload)))
     return came
-
-
-def control(message: m.Message) -> tuple[wire.Reader, bytes]:
-    """Return a reader of the control lane, and a frame for it."""
-    header = pb.Header()
-    header.CopyFrom(HEADER)
-    header.lane = pb.LANE_CONTROL
-    return wire.Reader(header, MESSAGES), wire.pack_header(header) + wire.pack_body(message)
 
 
 def in_texts(value: Any) -> list[str]:
@@ -155,81 +150,94 @@ def test_a_name_that_is_cleaned_is_not_the_name_of_another() -> None:
     assert clean("island-0\x00") != "island-0" != clean("\u202eisland-0")
 
 
-def sealed(message: m.Message, payload: bytes = b"") -> tuple[pb.Header, bytes]:
-    """Return a frame as a peer of this release sends it, and its header."""
-    header = pb.Header()
-    header.CopyFrom(HEADER)
-    if isinstance(message, m.GlobalFragment):
-        header.sender = m.SYNCER
-    if message.__class__ in wire.BULK_TYPES:
-        (piece,) = wire.pieces(1, wire.pack_body(message), [memoryview(payload)], 1 << 20)
-        return header, wire.piece_frame(wire.pack_header(header), piece)
-    header.lane = pb.LANE_CONTROL
-    return header, wire.control_frame(wire.pack_header(header), wire.pack_body(message))
-
-
 FLIPPED = [
     m.StepReport("a", 2, 7, 9000, 6, (m.Adopted(5, 4, 4096), m.Adopted(-1, 0, 0)), 0.25, 2.5, 56, 64),
-    VALUE,
-    m.GlobalFragment(9, 1, 8, 3, 1 << 63, 10, 2, 7, -1),
     m.PullRequest(9, 1, 40),
     m.Lease(64, 128, 192),
 ]
 
 
-@pytest.mark.parametrize("message", FLIPPED, ids=lambda each: type(each).__name__)
-@pytest.mark.parametrize("first", [True, False], ids=["first frame", "later frame"])
-def test_a_flipped_bit_is_never_taken_for_another_value(message: m.Message, first: bool) -> None:
-    """Flip each bit of a frame: the frame is refused, or the message is the one that was sent."""
-    payload = b"0123456789" * (type(message) in wire.BULK_TYPES)
-    header, raw = sealed(message, payload)
-    taken = 0
+def flips(raw: bytes) -> Iterator[bytes]:
+    """Yield a frame once for each of its bits, with that bit flipped."""
     for bit in range(8 * len(raw)):
         flipped = bytearray(raw)
         flipped[bit // 8] ^= 1 << bit % 8
-        receiver = wire.Reader(header, MESSAGES)
+        yield bytes(flipped)
+
+
+@pytest.mark.parametrize("message", FLIPPED, ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("first", [True, False], ids=["first frame", "later frame"])
+def test_a_flipped_bit_is_never_taken_for_another_value(message: m.Message, first: bool) -> None:
+    """Flip each bit of a control frame: the frame is refused, or the message is the one that was sent."""
+    raw = wire.control_frame(PACKED, wire.pack_body(message))
+    taken = 0
+    for flipped in flips(raw):
+        receiver = reader()
         if not first:
             receiver.read(raw)
         try:
-            came = come_out(receiver, bytes(flipped))
+            event = receiver.read(flipped)
         except wire.WireError:
             continue
         taken += 1
-        assert came == [(message, payload)], f"bit {bit}"
+        assert event == wire.Incoming(message, pb.Chunk())
     assert taken <= 16 * first, "only the tag of the checksum itself may be damaged, and only before one was seen"
 
 
-def come_out(receiver: wire.Reader, raw: bytes) -> list[tuple[m.Message, bytes]]:
-    """Return the event that one frame becomes."""
-    event, came = receiver.read(raw), list[tuple[m.Message, bytes]]()
-    assert isinstance(event, wire.Incoming)
-    if not receiver._bulk:
-        return [(typing.cast(m.Message, event.message), b"")]
-    assembly = Assembly(1 << 20, Partials(1 << 20, 60.0))
-    assembly.add(event)
-    assembly.deliver(lambda message, payload: came.append((message, bytes(payload))))
-    return came
+def test_no_flipped_bit_makes_a_checksum_a_message_of_the_control_lane() -> None:
+    """Check that no message can take the place of another one when the tag of the first checksum is damaged."""
+    for kind in CONTROL_TYPES:
+        number = pb.Frame.DESCRIPTOR.fields_by_name[wire._BODY_NAMES[kind.__name__]].number
+        assert (number ^ pb.Frame.CHECK_FIELD_NUMBER).bit_count() > 1, kind
 
 
-def test_peers_that_know_no_checksum_are_understood_and_understand() -> None:
-    """Check frames of release 0.2.0 with protocol 1, which sends no checksum and skips unknown fields."""
-    header, raw = sealed(FLIPPED[0])
-    receiver = wire.Reader(header, MESSAGES)
-    bare = wire.pack_header(header) + wire.pack_body(FLIPPED[0])
-    assert raw.startswith(bare) and receiver.read(bare) == receiver.read(bare) == wire.Incoming(
-        FLIPPED[0], pb.Chunk(), memoryview(b"")
-    )
-    position = len(bare)
-    assert raw[position] & 7 == 2, "its readers take length-delimited fields only"
-    assert wire.Reader(header, MESSAGES).read(raw) == wire.Incoming(FLIPPED[0], pb.Chunk(), memoryview(b""))
+@pytest.mark.parametrize("message", [VALUE, m.StateChunk("a", 2, "b", 3, 0, 2, 99, 10)], ids=["value", "state"])
+def test_every_flipped_bit_of_a_bulk_frame_is_found(message: m.Message) -> None:
+    """Flip each bit of prefix, head and data."""
+    (raw,) = frames(message, b"0123456789", chunk_bytes=10)
+    assert assemble([raw]) == [(message, memoryview(b"0123456789"))]
+    found = set()
+    for flipped in flips(raw):
+        with pytest.raises(wire.WireError) as raised:
+            assemble([flipped])
+        found.add(re.sub(r"\d+", "N", str(raised.value)))
+    assert found == {
+        "a frame announces N bytes beside N bytes of data, the limits are N and N",
+        "corrupt frame: its checksum differs",
+        "corrupt chunk: its checksum differs at offset N of message N",
+    }
+
+
+@pytest.mark.parametrize(
+    ("seal", "reason"),
+    [(pb.Frame(check=b"crc!").SerializeToString(), "\x82\x04\x08x"), (b"", "\x82\x04\x08" + "x" * 8)],
+    ids=["release-0.3.0", "release-0.2.0"],
+)
+def test_frames_of_peers_with_another_checksum_or_none_are_accepted(seal: bytes, reason: str) -> None:
+    """Read frames of older releases, also if their bytes look like the start of our checksum."""
+    receiver = reader()
+    for message in (FLIPPED[0], m.Stop(1, reason), FLIPPED[0]):
+        event = receiver.read(PACKED + wire.pack_body(message) + seal)
+        expected = m.Stop(1, clean(reason)) if isinstance(message, m.Stop) else message
+        assert event == wire.Incoming(expected, pb.Chunk())
+
+
+def test_older_peers_skip_our_checksum() -> None:
+    """Check that a frame is a frame without a checksum, and one more field, which is not a checksum to older peers."""
+    bare = PACKED + wire.pack_body(FLIPPED[0])
+    raw = wire.control_frame(PACKED, wire.pack_body(FLIPPED[0]))
+    last = raw.removeprefix(bare)
+    # Release 0.3.0 compares checksums of exactly 4 bytes, and its parser takes length-delimited fields only.
+    assert len(last) == 11 and last[:3] == bytes((0x82, 0x04, 8))
+    assert pb.Frame.FromString(last) == pb.Frame(check=last[3:])
 
 
 def test_a_peer_that_sends_checksums_sends_them_always() -> None:
-    header, raw = sealed(FLIPPED[0])
-    receiver = wire.Reader(header, MESSAGES)
-    receiver.read(raw)
-    with pytest.raises(wire.WireError, match="without a checksum"):
-        receiver.read(wire.pack_header(header) + wire.pack_body(FLIPPED[0]))
+    receiver, body = reader(), wire.pack_body(FLIPPED[0])
+    receiver.read(wire.control_frame(PACKED, body))
+    for seal in (b"", pb.Frame(check=b"crc!").SerializeToString()):
+        with pytest.raises(wire.WireError, match="without a checksum"):
+            receiver.read(PACKED + body + seal)
 
 
 @settings(max_examples=60, deadline=None)
@@ -238,10 +246,9 @@ def test_payload_of_any_parts_comes_back_through_chunks_of_any_size(parts: list[
     whole = b"".join(parts)
     made = frames(VALUE, *parts, chunk_bytes=chunk_bytes)
     assert len(made) == max(1, -(-len(whole) // chunk_bytes))
-    events = [reader().read(frame) for frame in made]
-    assert all(isinstance(event, wire.Incoming) for event in events)
+    _, events, data = zip(*(ends.read_bulk(wire.Reader(BULK_HEADER, MESSAGES), frame) for frame in made), strict=True)
     assert [event.message for event in events] == [VALUE, *[None] * (len(made) - 1)]
-    assert b"".join(event.data for event in events) == whole
+    assert b"".join(data) == whole
     assert [event.chunk.offset for event in events] == [number * chunk_bytes for number in range(len(made))]
     assert {(event.chunk.message, event.chunk.payload_bytes) for event in events} == {(1, len(whole))}
 
@@ -271,20 +278,23 @@ def test_what_the_peer_holds_is_left_out(parts: list[bytes], chunk_bytes: int, e
     assert merged == whole and len(sent) == len(whole) - sum(stop - start for start, stop in pairs)
 
 
-def test_frames_are_ordinary_protobuf() -> None:
-    first, second, third = (pb.Frame.FromString(raw) for raw in frames(VALUE, b"0123456789"))
-    assert [first.data, second.data, third.data] == [b"0123", b"4567", b"89"]
-    assert first.fragment_value.tokens == 9000 and not second.HasField("fragment_value")
-    assert (third.chunk.offset, third.chunk.payload_bytes) == (8, 10)
-    assert third.chunk.crc32c == google_crc32c.value(b"89")
-    assert first.header == second.header == HEADER
-
-
-def test_frame_whose_writer_does_not_put_data_last_is_read() -> None:
-    raw = frames(VALUE, b"0123")[0]
-    head, data = wire.split(raw)
-    moved = raw[len(head) :] + head
-    assert moved != raw and wire.split(moved) == (head, data) and bytes(data) == b"0123"
+def test_frames_are_prefix_protobuf_and_data() -> None:
+    data = [b"0123", b"4567", b"89"]
+    first, second, third = frames(VALUE, *data)
+    for raw, expected in zip((first, second, third), data, strict=True):
+        *sizes, head_check, data_check = struct.unpack("<IIQQ", raw[:24])
+        assert sizes == [len(raw) - 24 - len(expected), len(expected)] and raw.endswith(expected)
+        assert head_check == xxhash.xxh3_64_intdigest(raw[:8] + raw[24 : -len(expected)])
+        assert data_check == xxhash.xxh3_64_intdigest(expected)
+    heads = [
+        pb.Frame.FromString(raw[24 : -len(expected)]) for raw, expected in zip((first, third), data[::2], strict=True)
+    ]
+    assert heads[0].fragment_value.tokens == 9000 and not heads[1].HasField("fragment_value")
+    assert (heads[1].chunk.offset, heads[1].chunk.payload_bytes) == (8, 10)
+    raw = wire.control_frame(PACKED, wire.pack_body(FLIPPED[0]))
+    frame = pb.Frame.FromString(raw)
+    assert frame.header == HEADER and frame.step_report.tokens == 9000
+    assert int.from_bytes(frame.check, "little") == xxhash.xxh3_64_intdigest(raw[:-11])
 
 
 def test_numpy_memory_is_sent_and_a_payload_handed_out_cannot_be_written() -> None:
@@ -311,9 +321,7 @@ def test_long_reason_is_shortened_rather_than_refused() -> None:
     frame = pb.Frame.FromString(wire.pack_body(m.Stop(1, "x" * 10_000)))
     assert wire.unpack_body(frame, "stop") == m.Stop(1, "x" * REASON_KEPT_MAX)
     assert len(frame.stop.reason) == REASON_LENGTH_MAX
-    assert reader().read(wire.goodbye_frame(wire.pack_header(HEADER), "y" * 10_000)) == wire.Goodbye(
-        "y" * REASON_KEPT_MAX
-    )
+    assert reader().read(wire.goodbye_frame(PACKED, "y" * 10_000)) == wire.Goodbye("y" * REASON_KEPT_MAX)
 
 
 HELLO = m.Hello("a", 2, (("run", "r"),), (1, 2), (3, 4), 1, 8, 16)
@@ -358,9 +366,9 @@ def test_absurd_numbers_are_refused_by_sender_and_receiver(
     # The code of this peer does not check its own messages.
     with monkeypatch.context() as patch:
         patch.setattr(wire, "check_body", lambda body: None)
-        receiver, frame = control(bad)
+        frame = PACKED + wire.pack_body(bad)
     with pytest.raises(wire.WireError, match=f"unusable message: .*{reason}"):
-        receiver.read(frame)
+        reader().read(frame)
 
 
 def test_loss_of_a_run_that_diverges_travels() -> None:
@@ -371,72 +379,94 @@ def test_loss_of_a_run_that_diverges_travels() -> None:
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_damaged_frames_raise_wire_error_and_nothing_else(data: st.DataObject) -> None:
-    raw = bytearray(data.draw(st.sampled_from(frames(VALUE, b"0123456789"))))
+    made = [PACKED + wire.pack_body(FLIPPED[0]), *map(wire.piece_head, wire.pieces(1, wire.pack_body(VALUE), [], 4))]
+    raw = bytearray(data.draw(st.sampled_from(made)))
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(raw)))
     for candidate in (bytes(raw), bytes(raw[:cut]), data.draw(st.binary(max_size=60))):
-        try:
-            reader().read(candidate)
-        except wire.WireError as error:
-            assert str(error)
+        for read in (reader().read, lambda head: wire.Reader(BULK_HEADER, MESSAGES).read_head(head, 4)):
+            try:
+                read(candidate)
+            except wire.WireError as error:
+                assert str(error)
 
 
-def bulk(message: m.Message, *parts: bytes, **header: Any) -> bytes:
-    """Return the first frame of a message in the bulk lane, with other fields in its header."""
-    frame = pb.Frame.FromString(frames(message, *parts)[0])
-    for name, new in header.items():
-        setattr(frame.header, name, new)
-    return frame.SerializeToString()
+def headed(message: m.Message, **changes: Any) -> bytes:
+    """Return a control frame of another session."""
+    header = pb.Header()
+    header.CopyFrom(HEADER)
+    for name, new in changes.items():
+        setattr(header, name, new)
+    return wire.pack_header(header) + wire.pack_body(message)
 
 
-BULK, CONTROL = pb.LANE_BULK, pb.LANE_CONTROL
+BEAT, BODY = m.Heartbeat("a", 2), wire.pack_body(VALUE)
 CHUNK = pb.Frame(chunk=pb.Chunk(message=1)).SerializeToString()
 SIZED = pb.Frame(chunk=pb.Chunk(message=1, payload_bytes=4)).SerializeToString()
+UNNUMBERED = pb.Frame(chunk=pb.Chunk()).SerializeToString()
+COLUMNS = pb.Frame(step_report=pb.StepReport(adopted_version=[1, 2])).SerializeToString()
 
 
 @pytest.mark.parametrize(
-    ("lane", "frame", "reason"),
+    ("frame", "reason"),
     [
-        (BULK, bulk(VALUE, run_id="other"), "run_id is 'other', not 'run'"),
-        (BULK, bulk(VALUE, epoch=4), "epoch is 4, not 3"),
-        (BULK, bulk(VALUE, sender="b"), "sender is 'b', not 'a'"),
-        (BULK, bulk(VALUE, incarnation=1), "incarnation is 1, not 2"),
-        (BULK, bulk(VALUE, session=8), "session is 8, not 7"),
-        (BULK, bulk(VALUE, lane=pb.LANE_CONTROL), "lane is 1, not 2"),
-        (BULK, bulk(m.Stop(1, "")), "a Stop is not expected here"),
-        (BULK, bulk(m.Heartbeat("b", 2)), "'a' sent a message with learner_id 'b'"),
-        (BULK, bulk(m.Heartbeat("a", 1)), "incarnation 1, its own is 2"),
-        (BULK, bulk(m.Heartbeat("a", 2), b"0123"), "a Heartbeat with a payload"),
-        (
-            BULK,
-            wire.pack_header(HEADER) + wire.pack_body(VALUE),
-            "a FragmentValue without a chunk on a bulk connection",
-        ),
-        (BULK, frames(VALUE, number=0)[0], "a chunk without the number of its message"),
-        (CONTROL, control(VALUE)[1] + CHUNK, "a payload on the control connection"),
-        (CONTROL, control(VALUE)[1] + SIZED, "a payload on the control connection"),
-        (CONTROL, control(VALUE)[1] + pb.Frame(data=b"0123").SerializeToString(), "data without a chunk"),
-        (
-            CONTROL,
-            control(REPORT)[1] + pb.Frame(step_report=pb.StepReport(adopted_version=[1, 2])).SerializeToString(),
-            r"columns of StepReport\.adopted differ in length",
-        ),
+        (headed(BEAT, run_id="other"), "run_id is 'other', not 'run'"),
+        (headed(BEAT, epoch=4), "epoch is 4, not 3"),
+        (headed(BEAT, sender="b"), "sender is 'b', not 'a'"),
+        (headed(BEAT, incarnation=1), "incarnation is 1, not 2"),
+        (headed(BEAT, session=8), "session is 8, not 7"),
+        (headed(BEAT, lane=pb.LANE_BULK), "lane is 2, not 1"),
+        (headed(m.Stop(1, "")), "a Stop is not expected here"),
+        (headed(m.Heartbeat("b", 2)), "'a' sent a message with learner_id 'b'"),
+        (headed(m.Heartbeat("a", 1)), "incarnation 1, its own is 2"),
+        (headed(VALUE) + CHUNK, "a payload on the control connection"),
+        (headed(VALUE) + SIZED, "a payload on the control connection"),
+        (headed(REPORT) + COLUMNS, r"columns of StepReport\.adopted differ in length"),
+        (headed(BEAT) + bytes(wire.HEAD_BYTES_MAX), r"a frame has \d+ bytes, the limit is 1048576"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_frame_that_is_out_of_place_is_refused(lane: int, frame: bytes, reason: str) -> None:
+def test_frame_that_is_out_of_place_is_refused(frame: bytes, reason: str) -> None:
     """Refuse frames of another session, lane, direction or sender, and frames that contradict themselves."""
-    receiver = control(VALUE)[0] if lane == CONTROL else reader(allowed=LEARNER_TYPES)
     with pytest.raises(wire.WireError, match=reason):
-        receiver.read(frame)
+        wire.Reader(HEADER, LEARNER_TYPES).read(frame)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "head", "data_bytes", "reason"),
+    [
+        (LEARNER_TYPES, wire.pack_body(BEAT) + CHUNK, 4, "a Heartbeat with a payload"),
+        (LEARNER_TYPES, wire.pack_body(m.Stop(1, "")) + CHUNK, 0, "a Stop is not expected here"),
+        (LEARNER_TYPES, BODY, 0, "a FragmentValue without a chunk on a bulk connection"),
+        (LEARNER_TYPES, BODY, 4, "data without a chunk"),
+        (LEARNER_TYPES, BODY + UNNUMBERED, 0, "a chunk without the number of its message"),
+        (LEARNER_TYPES, PACKED + BODY + CHUNK, 0, "with fields of the control lane"),
+        (
+            LEARNER_TYPES,
+            BODY + CHUNK + pb.Frame(check=b"8 bytes!").SerializeToString(),
+            0,
+            "fields of the control lane",
+        ),
+        ((), SIZED, 4, "a payload from a side that sends none"),
+        (LEARNER_TYPES, b"\xff\x00noise", 0, "malformed frame"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_head_that_is_out_of_place_is_refused(
+    allowed: tuple[type, ...], head: bytes, data_bytes: int, reason: str
+) -> None:
+    with pytest.raises(wire.WireError, match=reason):
+        wire.Reader(BULK_HEADER, allowed).read_head(head, data_bytes)
 
 
 def test_ready_and_goodbye() -> None:
-    header = wire.pack_header(HEADER)
     holdings = pb.Holdings(partials=[pb.PartialPayload(key=1)])
-    assert reader().read(wire.ready_frame(header, holdings)) == wire.Ready(holdings)
-    assert reader().read(wire.goodbye_frame(header, "done")) == wire.Goodbye("done")
+    assert reader().read(wire.ready_frame(PACKED, holdings)) == wire.Ready(holdings)
+    assert reader().read(wire.goodbye_frame(PACKED, "done")) == wire.Goodbye("done")
+    bulk = wire.Reader(BULK_HEADER, MESSAGES)
+    assert bulk.read_head(wire.ready_head(), 0) == wire.Ready(pb.Holdings())
+    assert bulk.read_head(wire.goodbye_head("done"), 0) == wire.Goodbye("done")
 
 
 def test_a_step_report_stays_small() -> None:

@@ -2,15 +2,12 @@
 
 A learner opens one connection of gRPC for control messages, so that they never wait behind a payload, and several bulk
 connections beside it that share the payloads, because one connection alone does not fill a long link. All of them reach
-one port (front.py). The module uses gRPC's synchronous API, because only its client stays stable when connections break
-often.
+one port (session/entrance.py). The module uses gRPC's synchronous API, because only its client stays stable when
+connections break often.
 """
 
 import contextlib
 import logging
-import secrets
-import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +27,6 @@ from diloco_jax.protocol.messages import (
     SyncerMessage,
 )
 from diloco_jax.protocol.releases import PROTOCOL
-from diloco_jax.transport.endpoints.front import NO_CERTIFICATE, Front
 from diloco_jax.transport.endpoints.greeting import DESCRIBE, DescriptionDesk
 from diloco_jax.transport.endpoints.probe import PROBE, ProbeDesk
 from diloco_jax.transport.link import (
@@ -55,17 +51,14 @@ from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.dialled import DialledStreams
+from diloco_jax.transport.session.entrance import Entrance
 from diloco_jax.transport.session.inbox import Inbox
-from diloco_jax.transport.session.refusals import REFUSALS
 from diloco_jax.transport.session.sessions import Drains, Refused, SessionBook
-from diloco_jax.transport.session.stream import Lane, StreamSession
-from diloco_jax.transport.session.stripe import TICKET_BYTES, Stripe, accept_stripe, find_lane, refuse_stripe
+from diloco_jax.transport.session.stream import StreamSession
 from diloco_jax.transport.trust.security import BulkContexts, Denied, Gate, bulk_context, credentials, diagnose
 
 # A connection may take this long before we look for the cause.
 PATIENCE_S = 1.0
-# Where gRPC itself listens: whatever comes from outside comes through the front.
-INNER = "127.0.0.1:0"
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +140,7 @@ def connect(
     session = StreamSession(Inbox(), header, learner_id, SYNCER, config, partials, readable)
     context = bulk_context(config, learner_id)
     method = calls.SUBSCRIBE if subscribes else calls.OPEN
-    streams = DialledStreams(session, own, f"/{calls.SERVICE}/{method}", beside=True, context=context)
+    streams = DialledStreams(session, own, f"/{calls.SERVICE}/{method}", context)
     link = GrpcLink(session, streams, SUBSCRIBER_TYPES if subscribes else LEARNER_TYPES)
     trouble = _await_ready(session, config, learner_id)
     if trouble is None:
@@ -223,10 +216,7 @@ class GrpcListener:
         self._gate = Gate(encrypted=config.encrypted, token=own.token)
         self.desk = ProbeDesk(run_id, self._gate, lambda: self._book.connected)
         self.greeter = DescriptionDesk(self._gate)
-        self._contexts = BulkContexts(config, SYNCER)
-        self._lock = threading.Lock()
-        # Ticket for bulk connections -> session; a new dict for each change.
-        self._tickets: dict[bytes, StreamSession] = {}
+        self._entrance = Entrance(config, own, self._gate, BulkContexts(config, SYNCER))
         handlers = {
             calls.OPEN: grpc.stream_stream_rpc_method_handler(partial(self._serve, self._book)),
             calls.SUBSCRIBE: grpc.stream_stream_rpc_method_handler(partial(self._serve, self._subscribers)),
@@ -236,14 +226,7 @@ class GrpcListener:
             calls.DRAIN: grpc.unary_unary_rpc_method_handler(self._drain, response_serializer=calls.serialized),
             PROBE: grpc.stream_stream_rpc_method_handler(self.desk.serve, response_serializer=calls.serialized),
         }
-        inner = replace(config, address=INNER)
-        self._server, at = calls.open_server(inner, calls.SERVICE, handlers, own.server)
-        try:
-            self._front = Front(config, at, self._serve_bulk)
-        except ValueError:
-            self._server.stop(0)
-            raise
-        self.address = self._front.address
+        self.address = self._entrance.open(calls.SERVICE, handlers)
 
     def receive(self, timeout_s: float) -> Delivery | None:
         """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 does not wait."""
@@ -335,14 +318,11 @@ class GrpcListener:
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
-        self._front.ends = True
+        self._entrance.stop_judging()
         sessions = self.stop_admitting()
         # What was sent before is in the queues of the sessions then.
         self._cutting.shutdown(wait=True)
-        calls.close_server(self._server, sessions, "closed by the syncer", grace_s)
-        for session in sessions:
-            session.cancel()
-        self._front.close()
+        self._entrance.close(sessions, "closed by the syncer", grace_s)
 
     def _refuse_older(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """Refuse a learner of a release whose payloads travel within gRPC."""
@@ -352,55 +332,13 @@ class GrpcListener:
             raise Refused(f"this learner speaks protocol 1, the syncer protocol {PROTOCOL}: upgrade the learner")
 
     def _serve(self, book: SessionBook, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Serve the control lane of a learner, or of a subscriber: this generator writes, a separate thread reads."""
+        """Serve the control call of a learner, or of a subscriber."""
         with calls.refusing(context):
-            session, lane, ticket = self._open_lane(book, context)
-        if not context.add_callback(lambda: session.fail_lost(lane)):
-            session.fail_lost(lane)
-        context.send_initial_metadata(((calls.TICKET_KEY, ticket),))
-        session.mark_ready(lane)
-        if session.wait_ready(self.config.connect_timeout_s):
-            with calls.refusing(context):
-                book.establish(session)
-            session.mark_established()
-            session.start_reader(lane, requests)
-            yield session.ready_frame(lane)
-        else:
-            session.fail(f"not all connections came within {self.config.connect_timeout_s:g} s")
-        yield from session.write(lane)
+            session = self._admit(book, context)
+        yield from self._entrance.serve(session, requests, context, book.establish)
 
-    def _serve_bulk(self, stream: socket.socket) -> None:
-        """Serve one bulk connection of one learner; this thread becomes its reader."""
-        host = ""
-        try:
-            host = str(stream.getpeername()[0])
-            connection, caller, ticket, number = accept_stripe(
-                stream, self._contexts.current(), self.config, calls.GREETING_S
-            )
-        except ssl.SSLError:
-            REFUSALS.tell(host, NO_CERTIFICATE)
-            return
-        except (OSError, EOFError) as error:
-            log.debug(f"a bulk connection came to nothing: {error}")
-            return
-        try:
-            session = self._tickets.get(ticket)
-            if session is not None:
-                subscribes = session.peer.startswith(SUBSCRIBER)
-                self._gate.check_speaks_for(session.header.sender, caller, or_subscriber=subscribes)
-            session, lane = find_lane(session, number, connection)
-        except (Denied, Refused) as error:
-            with contextlib.suppress(OSError):
-                REFUSALS.tell(host, str(error))
-            refuse_stripe(connection, str(error))
-            return
-        stripe = Stripe(session, lane, connection)
-        session.mark_ready(lane)
-        # The thread of the control lane establishes the session, or ends it.
-        stripe.run(opens=session.wait_established())
-
-    def _open_lane(self, book: SessionBook, context: Any) -> tuple[StreamSession, Lane, bytes]:
-        """Check the caller's credentials before everything else, then create its session, with a ticket."""
+    def _admit(self, book: SessionBook, context: Any) -> StreamSession:
+        """Check the caller's credentials before everything else, then create its session."""
         metadata = dict(context.invocation_metadata())
         self._gate.check(metadata)
         header = calls.read_header(metadata)
@@ -409,16 +347,12 @@ class GrpcListener:
         held = calls.read_holdings(metadata)
         calls.check_connections(header, self.config)
         session = book.admit(header, partial(self._make_subscription if subscribes else self._make_session, header))
-        lane = session.lanes.get((header.lane, header.stripe))
-        if lane is None or lane.bulk or lane.ours.stripes != header.stripes:
-            raise Refused(f"this session has {len(session.lanes) - 1} bulk connections, not {header.stripes}")
-        if not session.bind(lane, context.cancel):
-            raise Refused(f"this {lane.name} connection of the session is open already")
+        if session.header.stripes != header.stripes:
+            raise Refused(f"this session has {session.header.stripes} bulk connections, not {header.stripes}")
+        if not session.bind(session.control, context.cancel):
+            raise Refused("this control connection of the session is open already")
         session.pieces.held = held
-        ticket = secrets.token_bytes(TICKET_BYTES)
-        with self._lock:
-            self._tickets = {key: each for key, each in self._tickets.items() if each.open} | {ticket: session}
-        return session, lane, ticket
+        return session
 
     def _make_session(self, header: pb.Header) -> StreamSession:
         partials = self._partials_of(header)

@@ -1,11 +1,11 @@
-"""The network of one island of several hosts: the leader, host 0, serves the other hosts over gRPC.
+"""The network of one island of several hosts: the leader, host 0, serves the other hosts.
 
 Hosts that pass on blocks serve other hosts in the same way (direct.py).
 
 The settings of the syncer's connections protect it too (docs/security.md), with the island's certificate on both
-sides. Every other host has one connection and one session with the leader, with a bulk lane only, so that commands and
-payloads keep their order. A host that is silent for SILENCE_S is lost. A host that was lost or left does not return,
-because the whole island fails and starts again.
+sides. Every other host has one session with the leader. All its messages travel on one bulk connection, so that
+commands and payloads keep their order; the control call only opens the session. A host that is silent for SILENCE_S is
+lost. A host that was lost or left does not return, because the whole island fails and starts again.
 """
 
 import contextlib
@@ -23,10 +23,11 @@ from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.dialled import DialledStreams
+from diloco_jax.transport.session.entrance import Entrance
 from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.session.sessions import Refused
-from diloco_jax.transport.session.stream import Lane, StreamSession
-from diloco_jax.transport.trust.security import Gate, credentials, island_host
+from diloco_jax.transport.session.stream import StreamSession
+from diloco_jax.transport.trust.security import BulkContexts, Gate, bulk_context, credentials, island_host
 
 LEADER = 0
 # A host that sends nothing for this long is lost.
@@ -35,13 +36,10 @@ SILENCE_S = 20.0
 CONNECT_S = 60.0
 # Large enough for the largest leaf of a state.
 PAYLOAD_BYTES_MAX = 1 << 36
-# gRPC is slower with larger frames.
-CHUNK_BYTES = 512 << 10
 # Limit of the messages that wait for one host, in each direction.
 COMMANDS_MAX = 1024
 # Limit of the calls by processes other than the hosts.
 STRANGERS_MAX = 64
-_LANE = (pb.LANE_BULK, 0)
 
 
 class GroupError(TransportError):
@@ -65,7 +63,6 @@ def group_config(config: TransportConfig, address: str) -> TransportConfig:
         config,
         address=address,
         stripes=1,
-        chunk_bytes=min(config.chunk_bytes, CHUNK_BYTES),
         payload_bytes_max=PAYLOAD_BYTES_MAX,
         queue_payloads_max=COMMANDS_MAX,
         connect_timeout_s=CONNECT_S,
@@ -103,7 +100,8 @@ class GroupLeader:
         for other in sorted({*range(hosts)} - {host}):
             self._others[other] = _new_session(self._inbox, header(host=other), config, REPLIES, f"host {other}")
         handlers = {calls.FOLLOW: grpc.stream_stream_rpc_method_handler(self._serve)}
-        self._server, self.address = calls.open_server(config, calls.ISLAND_SERVICE, handlers, own.server)
+        self._entrance = Entrance(config, own, self._gate, BulkContexts(config, learner_id, island_host(learner_id)))
+        self.address = self._entrance.open(calls.ISLAND_SERVICE, handlers)
 
     def send(self, command: Command, payload: Payload = b"", to: int | None = None) -> None:
         """Queue a command to one host, or to all other hosts, in order; never blocks, and any thread may call it.
@@ -128,20 +126,15 @@ class GroupLeader:
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
-        calls.close_server(self._server, list(self._others.values()), "the leader closed", grace_s)
+        self._entrance.close(list(self._others.values()), "the leader closed", grace_s)
 
     def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        """Serve one host: this generator writes, a separate thread reads."""
+        """Serve the control call of one host."""
         with calls.refusing(context):
-            session, lane = self._admit(context)
-        if not context.add_callback(lambda: session.fail_lost(lane)):
-            session.fail_lost(lane)
-        session.mark_ready(lane)
-        session.start_reader(lane, requests)
-        yield session.ready_frame(lane)
-        yield from session.write(lane)
+            session = self._admit(context)
+        yield from self._entrance.serve(session, requests, context)
 
-    def _admit(self, context: Any) -> tuple[StreamSession, Lane]:
+    def _admit(self, context: Any) -> StreamSession:
         """Check the caller's credentials before everything else, then return its session.
 
         Raises:
@@ -158,9 +151,9 @@ class GroupLeader:
         if header.hosts != ours.hosts:
             raise Refused(f"host {header.host} states {header.hosts} hosts, this host {ours.hosts}")
         session = self._others.get(header.host)
-        if session is None or not session.bind(session.lanes[_LANE], context.cancel) or not session.open:
+        if session is None or not session.bind(session.control, context.cancel) or not session.open:
             raise Refused(f"host {header.host} joined before, or is none of the {ours.hosts} hosts of this island")
-        return session, session.lanes[_LANE]
+        return session
 
 
 class GroupMember:
@@ -191,13 +184,14 @@ class GroupMember:
         if not 0 <= host < hosts or host == server:
             raise ValueError(f"host {host} of an island of {hosts} cannot dial host {server}: use another number")
         whom = "the leader" if server == LEADER else f"host {server}"
-        own = credentials(config, learner_id, server=island_host(learner_id))
+        name = island_host(learner_id)
+        own, context = credentials(config, learner_id, server=name), bulk_context(config, learner_id)
         calls.keep_freed_memory()
         header = pb.Header(run_id=run_id, sender=learner_id, session=number, stripes=1, host=host, hosts=hosts)
         self._inbox = Inbox()
         self._server = server
         self._session = session = _new_session(self._inbox, header, config, COMMANDS, whom)
-        self._streams = DialledStreams(session, own, f"/{calls.ISLAND_SERVICE}/{calls.FOLLOW}")
+        self._streams = DialledStreams(session, own, f"/{calls.ISLAND_SERVICE}/{calls.FOLLOW}", context, name)
         if not session.wait_ready(config.connect_timeout_s):
             answered, reason = not session.open, session.reason
             session.fail("not connected")
@@ -230,7 +224,7 @@ def _new_session(
 ) -> StreamSession:
     """Return one end of a session that keeps no incomplete payload, because a lost host restarts the whole island."""
     sender, nothing = header.sender, Partials(0, config.resume_s)
-    session = StreamSession(inbox, header, sender, sender, config, nothing, readable, name=name, control=False)
+    session = StreamSession(inbox, header, sender, sender, config, nothing, readable, name=name)
     session.announced = True
     return session
 

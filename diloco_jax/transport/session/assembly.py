@@ -12,15 +12,12 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-import google_crc32c
-import numpy as np
-
 from diloco_jax.core.codec import digest
 from diloco_jax.protocol.messages import Message
 from diloco_jax.transport.partials import RESUME_BYTES_MIN, Key, Partial, Partials, Ranges
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.spares import take_buffer
-from diloco_jax.transport.wire import Incoming, WireError
+from diloco_jax.transport.wire import WireError
 
 MESSAGES_MAX = 64
 RANGES_MAX = 1024
@@ -91,21 +88,6 @@ class Assembly:
         self._closed = False
         # The full size of the payloads of all open messages.
         self.claimed_bytes = 0
-
-    def add(self, incoming: Incoming) -> None:
-        """Add one chunk with its data; wait while there is no room for it, and do nothing once the assembly is closed.
-
-        Raises:
-            WireError: As `claim` and `filled`, or the data are corrupt.
-        """
-        chunk, data = incoming.chunk, incoming.data
-        self._check_size(chunk)
-        if google_crc32c.value(np.frombuffer(data, np.uint8)) != chunk.crc32c:
-            raise WireError(f"corrupt chunk: crc32c differs at offset {chunk.offset} of message {chunk.message}")
-        place = self.claim(incoming.message, chunk, data.nbytes)
-        if place is not None:
-            place.view[:] = data
-            self.filled(place)
 
     def claim(self, message: Message | None, chunk: pb.Chunk, size: int) -> ChunkPlace | None:
         """Return the memory for one chunk's data; wait while there is no room for it. None: the assembly was closed.

@@ -17,7 +17,6 @@ from google.protobuf.message import DecodeError
 
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
-from diloco_jax.transport import wire
 from diloco_jax.transport.link import (
     HOSTS_MAX,
     STRIPES_MAX,
@@ -49,6 +48,8 @@ GREETING_S = 20.0
 IDLE_S = 60.0
 # Header, holdings and token, in the encoding of HTTP/2.
 METADATA_BYTES_MAX = 16 << 10
+# Limit of one message of a call; the status of ten thousand learners is the largest.
+MESSAGE_BYTES_MAX = 16 << 20
 serialized = methodcaller("SerializeToString")
 
 
@@ -58,8 +59,8 @@ def channel_options(config: TransportConfig) -> list[tuple[str, int]]:
     gRPC ignores names that it does not know, so a typing error is silent.
     """
     return [
-        ("grpc.max_receive_message_length", wire.FRAME_BYTES_MAX),
-        ("grpc.max_send_message_length", wire.FRAME_BYTES_MAX),
+        ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_metadata_size", METADATA_BYTES_MAX),
         ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
         ("grpc.keepalive_time_ms", round(config.keepalive_s * 1000)),

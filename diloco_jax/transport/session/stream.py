@@ -30,6 +30,7 @@ REFUSAL = grpc.StatusCode.FAILED_PRECONDITION
 DENIALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.ABORTED)
 # A failed session has this long to tell the peer why, before its streams are cut.
 LINGER_S = 1.0
+CONTROL = (pb.LANE_CONTROL, 0)
 
 
 class Outgoing(NamedTuple):
@@ -144,8 +145,7 @@ class Pieces:
 class Lane:
     """One stream in both directions: the control lane, or a stripe of the bulk lane.
 
-    A stream is a call of gRPC, or, for the stripes of a session that has a control lane, a connection beside it
-    (stripe.py).
+    The control lane is a call of gRPC, and a stripe is a connection beside it (stripe.py).
     """
 
     def __init__(self, ours: pb.Header, theirs: pb.Header, outbox: Outbox, readable: tuple[type, ...]) -> None:
@@ -184,7 +184,6 @@ class StreamSession(Session):
         partials: Incomplete payloads of earlier sessions with this peer.
         readable: Message classes that the peer may send.
         name: The other side's name in deliveries, if it is not `peer`.
-        control: Whether the session has a control lane beside the bulk lane.
     """
 
     def __init__(
@@ -197,7 +196,6 @@ class StreamSession(Session):
         partials: Partials,
         readable: tuple[type, ...],
         name: str = "",
-        control: bool = True,
     ) -> None:
         super().__init__(inbox, header, name or peer, config)
         self._dialled = peer == SYNCER
@@ -215,8 +213,9 @@ class StreamSession(Session):
                 outboxes[lane == pb.LANE_BULK],
                 readable,
             )
-            for lane, stripe in ([(pb.LANE_CONTROL, 0)] if control else []) + streams
+            for lane, stripe in [CONTROL, *streams]
         }
+        self.control = self.lanes[CONTROL]
         # "refused" if the other side does not take us, "denied" if our token or certificate does not allow it.
         self.refused: Literal["", "refused", "denied"] = ""
         self._lock = threading.Lock()
@@ -295,9 +294,9 @@ class StreamSession(Session):
         self._settled.set()
         self._established.set()
 
-    def ready_frame(self, lane: Lane) -> bytes:
-        """Return the syncer's first frame; call it when earlier sessions of the peer are over."""
-        return wire.ready_frame(lane.header, pb.Holdings() if lane.bulk else self.partials.announce())
+    def ready_frame(self) -> bytes:
+        """Return the listener's first frame; call it when earlier sessions of the peer are over."""
+        return wire.ready_frame(self.control.header, self.partials.announce())
 
     def wait_written(self, until_s: float) -> None:
         """Wait until the writers are done, at most until `until_s` on the monotonic clock."""
@@ -311,46 +310,34 @@ class StreamSession(Session):
             if lane.cancel is not None:
                 lane.cancel()
 
-    def write(self, lane: Lane) -> Iterator[bytes]:
-        """Yield the stream's frames until its outbox is closed; the calling thread is the stream's writer."""
+    def write_control(self) -> Iterator[bytes]:
+        """Yield the frames of the control lane until its outbox is closed; the calling thread is the lane's writer."""
+        lane = self.control
         threading.current_thread().name = f"diloco-write-{lane.title}-{self.peer}"
         try:
-            for frame in self._bulk_frames(lane) if lane.bulk else self._control_frames(lane):
+            while (item := lane.outbox.take()) is not None:
+                frame = wire.control_frame(lane.header, item.body)
                 self.inbox.count(sent_bytes=len(frame))
                 yield frame
             yield wire.goodbye_frame(lane.header, lane.outbox.reason)
         finally:
             lane.written.set()
 
-    def _control_frames(self, lane: Lane) -> Iterator[bytes]:
-        while (item := lane.outbox.take()) is not None:
-            yield wire.control_frame(lane.header, item.body)
-
-    def _bulk_frames(self, lane: Lane) -> Iterator[bytes]:
-        while (piece := self.pieces.take()) is not None:
-            frame = wire.piece_frame(lane.header, piece)
-            # This frees the payload while the writer waits for the next one.
-            del piece
-            yield frame
-
-    def read(self, lane: Lane, stream: Iterable[bytes]) -> None:
-        """Put the stream's messages into the inbox until it ends; the body of the stream's reader thread."""
+    def _read_control(self, stream: Iterable[bytes]) -> None:
+        """Put the messages of the control lane into the inbox until it ends; the body of its reader thread."""
+        lane = self.control
         try:
             for raw in stream:
                 self.inbox.count(received_bytes=len(raw))
                 event = lane.reader.read(raw)
                 if isinstance(event, wire.Ready):
-                    if not lane.bulk:
-                        self.hear_holdings(event.holdings)
+                    self.hear_holdings(event.holdings)
                     self.mark_ready(lane)
                 elif isinstance(event, wire.Goodbye):
                     self.hear_goodbye(lane, event.reason)
-                elif lane.bulk:
-                    self.assembly.add(event)
-                    self.assembly.deliver(self.offer)
                 elif event.message is not None:
                     # The session drops the message if it is over.
-                    self.offer(event.message, event.data)
+                    self.offer(event.message, memoryview(b""))
                 del event, raw
             if not lane.said_goodbye:
                 self.fail_lost(lane)
@@ -360,10 +347,10 @@ class StreamSession(Session):
         except Exception as error:
             self.fail_lost(lane, error)
 
-    def start_reader(self, lane: Lane, stream: Iterable[bytes]) -> None:
-        """Read the stream on a separate thread."""
-        name = f"diloco-read-{lane.title}-{self.peer}"
-        threading.Thread(target=self.read, args=(lane, stream), name=name, daemon=True).start()
+    def start_reader(self, stream: Iterable[bytes]) -> None:
+        """Read the control lane on a separate thread."""
+        name = f"diloco-read-{self.control.title}-{self.peer}"
+        threading.Thread(target=self._read_control, args=(stream,), name=name, daemon=True).start()
 
     def fail_lost(self, lane: Lane, error: object = None) -> None:
         """Fail because a stream broke, with gRPC's reason, or with the reason of the syncer that refused."""

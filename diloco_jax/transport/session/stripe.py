@@ -18,8 +18,8 @@ from diloco_jax.transport.connection import Connection
 from diloco_jax.transport.link import TransportConfig, TransportError
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.sessions import Refused
-from diloco_jax.transport.session.stream import Lane, StreamSession
-from diloco_jax.transport.trust.security import BULK_PROTOCOL, dial_syncer
+from diloco_jax.transport.session.stream import LINGER_S, Lane, StreamSession
+from diloco_jax.transport.trust.security import BULK_PROTOCOL, dial_listener
 
 # No HTTP/2 client and no TLS client starts like this.
 GREETING = b"diloco bulk 2\r\n\0"
@@ -48,6 +48,7 @@ class Stripe:
         self._prefix = memoryview(bytearray(wire.PREFIX_BYTES))
         self._lock = threading.Lock()
         self._threads = 2
+        self._read_all = threading.Event()
         # Set when both threads are done and the descriptor is free.
         self.ended = threading.Event()
         lane.stop_reading = connection.stop_reading
@@ -78,6 +79,7 @@ class Stripe:
         except Exception as error:
             self._session.fail_lost(self._lane, error)
         finally:
+            self._read_all.set()
             self._leave()
 
     def _write(self, opens: bool) -> None:
@@ -94,7 +96,10 @@ class Stripe:
             self._connection.finish()
         # A writer that ended silently would leave a session that never ends.
         except Exception as error:
-            session.fail_lost(lane, error)
+            # The peer may have sent its reason before it closed the connection; the reader finds it.
+            self._read_all.wait(LINGER_S)
+            if not lane.said_goodbye:
+                session.fail_lost(lane, error)
         finally:
             lane.written.set()
             self._leave()
@@ -180,11 +185,16 @@ class Stripe:
 
 
 def open_stripe(
-    session: StreamSession, lane: Lane, ticket: bytes, context: ssl.SSLContext | None, control: threading.Event
+    session: StreamSession,
+    lane: Lane,
+    ticket: bytes,
+    context: ssl.SSLContext | None,
+    server: str,
+    control: threading.Event,
 ) -> Stripe:
     """Dial the listener for one stripe of a session; OSError if it does not answer."""
     config = session.config
-    stream = dial_syncer(config.address, context, config.connect_timeout_s)
+    stream = dial_listener(config.address, context, config.connect_timeout_s, server)
     connection = Connection(stream, silence_s(config))
     try:
         if not session.bind(lane, connection.cut):

@@ -149,9 +149,10 @@ def bulk_context(config: TransportConfig, name: str, *, serves: bool = False) ->
 class BulkContexts:
     """The listener's settings of TLS for bulk connections, with renewed files from the next connection on."""
 
-    def __init__(self, config: TransportConfig, name: str) -> None:
+    def __init__(self, config: TransportConfig, name: str, server: str = SYNCER_HOST) -> None:
         self._config = config
         self._name = name
+        self._server = server
         self._lock = threading.Lock()
         self._shown = self._read() if config.encrypted else None
         self._context = bulk_context(config, name, serves=True)
@@ -164,7 +165,7 @@ class BulkContexts:
             try:
                 found = self._read()
                 if found != self._shown:
-                    _check_files(self._config, self._name, True, SYNCER_HOST, *found)
+                    _check_files(self._config, self._name, True, self._server, *found)
                     self._context = bulk_context(self._config, self._name, serves=True)
                     self._shown = found
             except (ValueError, OSError) as error:
@@ -382,7 +383,7 @@ def diagnose(config: TransportConfig, name: str) -> str:
         return ""
 
 
-def dial(address: str, context: ssl.SSLContext | None, timeout_s: float) -> socket.socket:
+def dial(address: str, context: ssl.SSLContext | None, timeout_s: float, server: str = SYNCER_HOST) -> socket.socket:
     """Open a connection, over TLS with a context, to the first address of a host that answers; OSError if none does.
 
     The socket is wrapped before it connects, because wrapping a connection that was reset raises and leaks it.
@@ -392,7 +393,7 @@ def dial(address: str, context: ssl.SSLContext | None, timeout_s: float) -> sock
     for family, kind, protocol, _, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         stream = socket.socket(family, kind, protocol)
         if context is not None:
-            stream = context.wrap_socket(stream, server_hostname=SYNCER_HOST)
+            stream = context.wrap_socket(stream, server_hostname=server)
         stream.settimeout(timeout_s)
         try:
             stream.connect(where)
@@ -424,11 +425,17 @@ def proxy_of(address: str) -> str:
     return urllib.parse.urlsplit(found).netloc
 
 
-def dial_syncer(address: str, context: ssl.SSLContext | None, timeout_s: float) -> socket.socket:
-    """Open a bulk connection to the syncer as gRPC opens its own, if needed through an HTTP proxy; OSError."""
+def dial_listener(
+    address: str, context: ssl.SSLContext | None, timeout_s: float, server: str = SYNCER_HOST
+) -> socket.socket:
+    """Open a bulk connection as gRPC opens its own, if needed through an HTTP proxy; OSError.
+
+    Args:
+        server: Host that the listener's certificate must name.
+    """
     user, _, proxy = proxy_of(address).rpartition("@")
     if not proxy:
-        return dial(address, context, timeout_s)
+        return dial(address, context, timeout_s, server)
     stream = dial(proxy, None, timeout_s)
     encoded = base64.b64encode(urllib.parse.unquote(user).encode()).decode()
     permission = f"Proxy-Authorization: Basic {encoded}\r\n" if user else ""
@@ -443,7 +450,7 @@ def dial_syncer(address: str, context: ssl.SSLContext | None, timeout_s: float) 
             answer += byte
         if answer.split(b" ", 2)[1:2] != [b"200"]:
             raise ConnectionError(f"the proxy {proxy} refused {address}: {answer[:80]!r}")
-        return stream if context is None else context.wrap_socket(stream, server_hostname=SYNCER_HOST)
+        return stream if context is None else context.wrap_socket(stream, server_hostname=server)
     except BaseException:
         stream.close()
         raise

@@ -18,9 +18,10 @@ from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import Rejected, TransportConfig, TransportError, split_address
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import calls
+from diloco_jax.transport.session.entrance import Entrance
 from diloco_jax.transport.session.stripe import GREETING, TICKET_BYTES
 from tests.limits import HANGS_S
-from tests.transport.ends import CONFIG, LIMIT, Ends, greet, hear, hear_end, hear_message, value
+from tests.transport.ends import CONFIG, LIMIT, Ends, bulk_bytes, greet, hear, hear_end, hear_message, value
 
 pytestmark = pytest.mark.net
 
@@ -69,7 +70,7 @@ class RawLearner:
         self.ticket = dict(self.call.initial_metadata())[calls.TICKET_KEY]
         self.bulk = greeted(address, self.ticket)
         # The syncer has both lanes now.
-        assert wire.split(next(self.call))[1] == b""
+        assert pb.Frame.FromString(next(self.call)).HasField("holdings")
 
     def say(self, frames: list[bytes]) -> None:
         self.bulk.sendall(b"".join(frames))
@@ -98,7 +99,7 @@ def bulk_frames(payload: bytes, chunk_bytes: int, **changes: Any) -> list[bytes]
     for piece in wire.pieces(1, wire.pack_body(value(1, len(payload))), [memoryview(payload)], chunk_bytes):
         for name, new in changes.items():
             setattr(piece.chunk, name, new)
-        made.append(b"".join(wire.bulk_frame(wire.piece_head(piece), piece.views, checked=True)))
+        made.append(bulk_bytes(piece))
     return made
 
 
@@ -188,7 +189,7 @@ TWICE = wire.pack_body(value(1)) + pb.Frame(chunk=pb.Chunk(message=1)).Serialize
         pytest.param([NOISE], "malformed frame", id="noise"),
         pytest.param([b"\xff" * wire.PREFIX_BYTES], "a frame announces 4294967295 bytes beside", id="large-head"),
         pytest.param([HUGE[: wire.PREFIX_BYTES]], "beside 4194305 bytes of data, the limits are", id="large-chunk"),
-        pytest.param([b"".join(wire.bulk_frame(GRPC_HEAD, (), checked=True))], "of a gRPC stream", id="header"),
+        pytest.param([b"".join(wire.bulk_frame(GRPC_HEAD, (), checked=True))], "of the control lane", id="header"),
         pytest.param([b"".join(wire.bulk_frame(TWICE, (), checked=False))], "corrupt frame", id="no-checksum"),
         pytest.param(
             [b"".join(wire.bulk_frame(TWICE, [memoryview(b"x")], checked=True))], "is out of place", id="no-room"
@@ -275,14 +276,14 @@ def test_half_a_session_is_given_up(ends: Ends) -> None:
 def test_half_a_session_of_a_newer_incarnation_ends_nobodys(
     ends: Ends, listener: GrpcListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link, admitted, right = ends.meet(), threading.Event(), GrpcListener._open_lane
+    link, admitted, right = ends.meet(), threading.Event(), GrpcListener._admit
 
-    def open_lane(self: GrpcListener, book: Any, context: Any) -> Any:
+    def admit(self: GrpcListener, book: Any, context: Any) -> Any:
         made = right(self, book, context)
         admitted.set()
         return made
 
-    monkeypatch.setattr(GrpcListener, "_open_lane", open_lane)
+    monkeypatch.setattr(GrpcListener, "_admit", admit)
     with grpc.insecure_channel(listener.address) as channel:
         call = call_with(channel, header(incarnation=9), iter(()))
         assert admitted.wait(HANGS_S)
@@ -322,18 +323,18 @@ def test_learner_that_starts_first_waits_for_the_syncer(ends: Ends) -> None:
 
 def test_a_connection_for_each_stream_and_the_real_port(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     peers, bulk = set[str](), list[socket.socket]()
-    right, serve_bulk = GrpcListener._open_lane, GrpcListener._serve_bulk
+    right, serve_bulk = GrpcListener._admit, Entrance._serve_bulk
 
-    def open_lane(self: GrpcListener, book: Any, context: Any) -> Any:
+    def admit(self: GrpcListener, book: Any, context: Any) -> Any:
         peers.add(context.peer())
         return right(self, book, context)
 
-    def count(self: GrpcListener, stream: socket.socket) -> None:
+    def count(self: Entrance, stream: socket.socket) -> None:
         bulk.append(stream)
         serve_bulk(self, stream)
 
-    monkeypatch.setattr(GrpcListener, "_open_lane", open_lane)
-    monkeypatch.setattr(GrpcListener, "_serve_bulk", count)
+    monkeypatch.setattr(GrpcListener, "_admit", admit)
+    monkeypatch.setattr(Entrance, "_serve_bulk", count)
     host, port = split_address(ends.listen().address)
     assert host == "127.0.0.1" and port > 0
     ends.connect()

@@ -1,6 +1,7 @@
 """The network of an island's hosts over real connections: who is let in, what arrives, and how an end is noticed."""
 
 import contextlib
+import random
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.tools.chaos.relay import Relay
+from diloco_jax.transport import wire
 from diloco_jax.transport.commands import HostAnswer, HostEnd, HostHave, HostMeet, HostStep, HostWant
 from diloco_jax.transport.group.group import GroupError, GroupItem, GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import TransportConfig, split_address
@@ -142,8 +144,8 @@ def test_strangers_that_only_connect_leave_descriptors_for_the_host(
     monkeypatch.setattr("diloco_jax.transport.group.group.STRANGERS_MAX", 1)
     leader = group.lead(2)
     member = group.join()
-    # Two connections for each of the host itself, the other one and the stranger; the other host has one of them.
-    free = 2 * (2 + 1) - 1
+    # Two connections for each of the host itself, the other one and the stranger; the other host has two of them.
+    free = 2 * (2 + 1) - 2
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(split_address(leader.address))) for _ in range(20)]
         for stranger in strangers:
@@ -175,6 +177,8 @@ def test_nobody_answers_names_address_time_and_remedy() -> None:
     ("message", "payload", "words"),
     [
         (HostEnd(0), b"", "a HostEnd is not expected here"),
+        # The member still sends when the leader has closed the connection.
+        (HostWant("x"), bytes(1 << 25), "announces a payload of 33554432 bytes, the limit here is 1000"),
         (HostWant("x"), bytes(1001), "announces a payload of 1001 bytes, the limit here is 1000"),
     ],
 )
@@ -268,6 +272,38 @@ def test_hosts_of_an_island_know_each_other_by_its_certificate(
         monkeypatch.setattr(certificates, check, lambda *certificate: None)
     with pytest.raises(GroupError, match="the certificate is that of 'island-1'"):
         group.join(host=2, **other)
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plaintext", "tls"])
+def test_messages_travel_on_the_bulk_connection_and_a_damaged_one_is_not_delivered(
+    group: Group, files: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
+) -> None:
+    control = list[bytes]()
+    right = wire.Reader.read
+
+    def read(self: wire.Reader, raw: bytes) -> Any:
+        control.append(raw)
+        return right(self, raw)
+
+    monkeypatch.setattr(wire.Reader, "read", read)
+    trusted = certificates.settings(files) if encrypted else {}
+    payload = random.Random(0).randbytes(3_000_000)
+    leader = group.lead(2, **trusted)
+    with Relay(leader.address) as relay:
+        member = group.join(address=relay.address, **trusted)
+        leader.send(HostHave("x"), payload)
+        assert hear(member).payload == payload
+        member.send(HostAnswer(1), payload)
+        assert hear(leader).payload == payload
+        # The leader's frame that opens the session is the only one.
+        assert len(control) == 1 and len(control[0]) < 200
+        relay.damage("up", flip_after=100_000)
+        member.send(HostAnswer(2), payload)
+        hear_loss(
+            leader, 1, "BAD_RECORD_MAC" if encrypted else "corrupt chunk: its checksum differs at offset 0 of mess"
+        )
+        hear_loss(member, 0, "")
+        assert leader.receive(0) is None and member.receive(0) is None
 
 
 def test_a_certificate_that_cannot_serve_an_island_is_named(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from diloco_jax.protocol.messages import Advance, FragmentValue
 from diloco_jax.transport.endpoints import grpc_link
-from diloco_jax.transport.endpoints.front import NO_CERTIFICATE, PLAIN, TLS
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import SYNCER_HOST, TransportConfig, TransportError
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.calls import DaemonThreads, ask_drain, ask_status
+from diloco_jax.transport.session.front import NO_CERTIFICATE, PLAIN, TLS
 from diloco_jax.transport.session.refusals import REFUSALS
 from diloco_jax.transport.trust import certificates, security
 from diloco_jax.transport.trust.security import credentials, is_loopback

@@ -11,12 +11,11 @@ import grpc
 import pytest
 
 from diloco_jax.transport.connection import Connection
-from diloco_jax.transport.endpoints import front
-from diloco_jax.transport.endpoints.front import LOOK_BYTES_MAX, is_bulk
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink
 from diloco_jax.transport.link import TransportConfig, split_address
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.session import calls
+from diloco_jax.transport.session import calls, front
+from diloco_jax.transport.session.front import LOOK_BYTES_MAX, is_bulk
 from diloco_jax.transport.session.stripe import GREETING, TICKET_BYTES
 from diloco_jax.transport.trust import certificates
 from diloco_jax.transport.trust.security import (
@@ -24,7 +23,7 @@ from diloco_jax.transport.trust.security import (
     bulk_context,
     credentials,
     dial,
-    dial_syncer,
+    dial_listener,
     proxy_of,
 )
 from tests.limits import HANGS_S
@@ -205,7 +204,7 @@ def test_bulk_connections_take_grpcs_proxy(monkeypatch: pytest.MonkeyPatch) -> N
         thread = threading.Thread(target=serve_proxy, args=arguments, daemon=True)
         thread.start()
         monkeypatch.setenv("https_proxy", "http://user:secret@{}:{}".format(*proxy.getsockname()))
-        with dial_syncer("syncer.example:7", None, HANGS_S) as stream:
+        with dial_listener("syncer.example:7", None, HANGS_S) as stream:
             stream.sendall(b"hello")
             inner, _ = target.accept()
             with inner:
@@ -214,7 +213,7 @@ def test_bulk_connections_take_grpcs_proxy(monkeypatch: pytest.MonkeyPatch) -> N
             assert stream.recv(100) == b"answer"
         for reason in ("refused syncer.example:7", "ended the connection"):
             with pytest.raises(ConnectionError, match=reason):
-                dial_syncer("syncer.example:7", None, HANGS_S)
+                dial_listener("syncer.example:7", None, HANGS_S)
         thread.join(HANGS_S)
     lines = asked[0].split(b"\r\n")
     assert lines[:2] == [b"CONNECT syncer.example:7 HTTP/1.1", b"Host: syncer.example:7"]
@@ -236,7 +235,7 @@ def test_an_incomplete_message_is_looked_at_less_and_less_often(ends: Ends, monk
             await asyncio.Event().wait()
 
     listener = ends.listen()
-    monkeypatch.setattr("diloco_jax.transport.endpoints.front.asyncio.sleep", pause)
+    monkeypatch.setattr("diloco_jax.transport.session.front.asyncio.sleep", pause)
     with socket.create_connection(split_address(listener.address), HANGS_S) as stream:
         stream.sendall(GREETING[:1])
         assert done.wait(HANGS_S)
