@@ -27,6 +27,7 @@ INSTALLED = {
     "numpy": "numpy",
     "optax": "optax",
     "prometheus_client": "prometheus-client",
+    "pydantic": "pydantic",
     "pytest": "pytest",
     "rich": "rich",
     "safetensors": "safetensors",
