@@ -150,13 +150,13 @@ class FaultInjector:
         """
         if fault.duration_s < NEVER_S:
             self.pending += 1
-            life = node.life if node is not None else None
-            self._engine.at(self._engine.now_s + fault.duration_s, self._end, (end, node, life))
+            generation = node.generation if node is not None else None
+            self._engine.at(self._engine.now_s + fault.duration_s, self._end, (end, node, generation))
 
     def _end(self, item: tuple[Callable[[], None], Node | None, tuple[int, bool] | None]) -> None:
-        end, node, life = item
+        end, node, generation = item
         self.pending -= 1
-        if node is None or node.life == life:
+        if node is None or node.generation == generation:
             end()
         self._on_event()
 

@@ -133,9 +133,9 @@ def _with_codes(bits: int, *, feedback: bool) -> None:
         payload = sends(self, fragment_id, local_step)
         layout = self._trainer.fragments[fragment_id].keys_shapes
         decoded = codec.decode(payload, layout, "float32")
-        life = self.life.learner_id, fragment_id
+        incarnation = self.incarnation.learner_id, fragment_id
         return codec.encode(
-            {key: rounded((*life, key), each.reshape(-1)).reshape(each.shape) for key, each in decoded.items()},
+            {key: rounded((*incarnation, key), each.reshape(-1)).reshape(each.shape) for key, each in decoded.items()},
             "float32",
         )
 

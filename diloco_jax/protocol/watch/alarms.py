@@ -168,7 +168,7 @@ class AlarmBook:
     An alarm stands once every look has found it for HOLDS seconds. It ends at the first look that does not find it.
 
     Args:
-        earlier: the alarms of the syncer's earlier lives.
+        earlier: the alarms of the syncer's earlier epochs.
     """
 
     def __init__(self, earlier: Iterable[Standing] = ()) -> None:

@@ -46,7 +46,7 @@ from diloco_jax.runtime.syncer.context import Merges, Results, SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.host_alarms import HostAlarms
 from diloco_jax.runtime.syncer.island_numbers import IslandNumbers
-from diloco_jax.runtime.syncer.listening import LISTEN_PATIENCE_S, Life, open_listener
+from diloco_jax.runtime.syncer.listening import LISTEN_PATIENCE_S, SyncerStart, open_listener
 from diloco_jax.runtime.syncer.run_clock import RunClock
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
@@ -405,9 +405,11 @@ class SyncerRun:
             lingers = mode == FAILOVER and machine.over
             numbers = IslandNumbers(run_dir / ISLANDS_FILE, config.islands.names)
             description = self._description._replace(began_unix_s=clock.began_unix_s)
-            life = Life(mode, machine.epoch, stop, self._fingerprint, description, numbers.number_of, machine.run)
+            start = SyncerStart(
+                mode, machine.epoch, stop, self._fingerprint, description, numbers.number_of, machine.run
+            )
             self._free_port()
-            listener = open_listener(config, run_dir, life)
+            listener = open_listener(config, run_dir, start)
             watch.listens(listener)
             preparing.close()
             if self._arrived_s is not None:

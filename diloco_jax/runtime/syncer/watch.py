@@ -43,7 +43,7 @@ from diloco_jax.transport.endpoints.probe import versions
 SUMMED = ("tokens_per_s", "model_flops_per_s")
 
 EVAL_ALARMS_MAX = 8
-LIVES = {FRESH: "the run starts", FAILOVER: "it came back from its tape", REWIND: "the run went back to a snapshot"}
+STARTS = {FRESH: "the run starts", FAILOVER: "it came back from its tape", REWIND: "the run went back to a snapshot"}
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Watch:
             self._awaited = frozenset(machine.membership.members) - left
             self._awaited_until_s = self.context.clock.now_s() + BEGIN_S
         record = {"kind": "life", "t": self.context.clock.now_s(), "global_step": machine.global_step, "members": []}
-        record |= {"epoch": machine.epoch, "reason": f"process {machine.epoch} of the syncer: {LIVES[how]}"}
+        record |= {"epoch": machine.epoch, "reason": f"process {machine.epoch} of the syncer: {STARTS[how]}"}
         host = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
         self._telemetry.write(record | {"versions": versions(), "host": host})
 

@@ -157,7 +157,7 @@ class AnchorsAgree(HealthyChecker):
 
     def _sends(self, message: GlobalFragment) -> None:
         """Check that the message names the value that the driver holds, because its payload is made from it."""
-        self.check(message.epoch == self.lives, f"{message} is sent in life {self.lives}")
+        self.check(message.epoch == self.epoch, f"{message} is sent in epoch {self.epoch}")
         value = self.values[message.fragment_id]
         # A dying process may not have executed the effects before this one.
         dying = self.cluster.host.process.dies_after is not None
