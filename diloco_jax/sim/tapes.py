@@ -79,7 +79,7 @@ class LearnerTapes(Observer):
         """
         check_folder(folder)
         (folder / "tapes").mkdir(parents=True, exist_ok=True)
-        _write_lines(folder / "tape.jsonl", self._cluster.host.tape)
+        _write_lines(folder / "tape.jsonl", self._cluster.syncer_node.tape)
         for (name, incarnation), lines in self.lines.items():
             _write_lines(folder / "tapes" / f"{name}.{incarnation}.jsonl", lines)
         scenario = self._cluster.scenario

@@ -87,7 +87,7 @@ def test_a_real_run_would_count_the_same_tape_alike() -> None:
     stats = RunStats(NAMES, 0, machine)
 
     def counted() -> Iterator[str]:
-        for line in cluster.host.tape:
+        for line in cluster.syncer_node.tape:
             if line.startswith('["StepReport"'):
                 _, then_s, *fields = json.loads(line)
                 stats.on_report(StepReport(*fields), then_s)

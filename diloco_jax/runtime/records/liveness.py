@@ -52,7 +52,7 @@ def signature() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return the host and its namespace of process numbers, because containers of one host may have separate ones."""
+    """Return the machine and its namespace of process numbers; containers of one machine may have separate ones."""
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:

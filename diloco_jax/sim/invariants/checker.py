@@ -36,7 +36,7 @@ class Checker(Observer):
     @property
     def values(self) -> list[Value]:
         """The values of all fragments that the syncer's process holds."""
-        return self.cluster.host.process.values
+        return self.cluster.syncer_node.process.values
 
     def check(self, ok: bool, text: str) -> None:
         if not ok:

@@ -31,7 +31,7 @@ class LeasesAccount(Checker):
         self._ends: dict[Incarnation, int] = {}
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        line = json.loads(self.cluster.host.tape[self._lines])
+        line = json.loads(self.cluster.syncer_node.tape[self._lines])
         self._lines += 1
         self._auditor.take(line, effects)
         for effect in effects:
@@ -58,7 +58,7 @@ class LeasesAccount(Checker):
         self.check(not found.count, "; ".join(found.texts))
 
     def end(self) -> None:
-        if self.cluster.host.process.alive:
+        if self.cluster.syncer_node.process.alive:
             self._compare()
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:

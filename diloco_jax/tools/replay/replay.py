@@ -35,7 +35,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.replay import script
 from diloco_jax.tools.replay.learner_tapes import NeededIncarnations, TapedStep, TookState
 from diloco_jax.tools.replay.replica import Replica, Trainer, Values, use
-from diloco_jax.training.whole_state.layout import HostState
+from diloco_jax.training.whole_state.layout import StateArrays
 from diloco_jax.training.whole_state.moving import MovingLayout
 
 
@@ -148,7 +148,7 @@ class Replay:
             )
         return use(self._values, self._uses, name)
 
-    def state_of(self, took: TookState, receiver: script.LearnerIncarnation, held: dict[int, int]) -> HostState:
+    def state_of(self, took: TookState, receiver: script.LearnerIncarnation, held: dict[int, int]) -> StateArrays:
         """Return the state that an incarnation loaded from its donor."""
         copies = self._replica(took.donor).copy(took.donor_step)
         if took.donor.learner_id != receiver.learner_id:

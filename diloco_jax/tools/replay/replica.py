@@ -21,7 +21,7 @@ from diloco_jax.training.exchange.outgoing import HeldFragment
 from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.state import TrainState
-from diloco_jax.training.whole_state.layout import HostState
+from diloco_jax.training.whole_state.layout import StateArrays
 
 Values = dict[str, np.ndarray]
 K = TypeVar("K")
@@ -85,7 +85,9 @@ class OtherIncarnations(Protocol):
     def take(self, name: Name) -> Values:
         """Return a global value that this incarnation adopts."""
 
-    def state_of(self, took: learner_tapes.TookState, receiver: LearnerIncarnation, held: dict[int, int]) -> HostState:
+    def state_of(
+        self, took: learner_tapes.TookState, receiver: LearnerIncarnation, held: dict[int, int]
+    ) -> StateArrays:
         """Return the state that this incarnation loads; `held` has the versions of its fragments."""
 
     def on_loss(self, incarnation: LearnerIncarnation, step: learner_tapes.TapedStep, loss: float) -> None:
@@ -120,7 +122,7 @@ class Replica:
         # Encoded outer gradients by (fragment, local step).
         self._payloads: dict[tuple[int, int], bytes] = {}
         # Copies of the state with the versions of its fragments, by local step.
-        self._copies: dict[int, list[tuple[dict[int, int], HostState]]] = {}
+        self._copies: dict[int, list[tuple[dict[int, int], StateArrays]]] = {}
 
     def _fragments_by_step(self) -> dict[int, set[int]]:
         wanted: dict[int, set[int]] = {}
@@ -136,7 +138,7 @@ class Replica:
         self.advance(self._need.steps[local_step - 1])
         return use(self._payloads, self._need.values, (fragment_id, local_step))
 
-    def copy(self, local_step: int) -> list[tuple[dict[int, int], HostState]]:
+    def copy(self, local_step: int) -> list[tuple[dict[int, int], StateArrays]]:
         """Return the copies of the state after a local step, each with the versions of the incarnation's fragments."""
         self.advance(max(self._need.copied[local_step]))
         return use(self._copies, self._need.copies, local_step)

@@ -366,7 +366,7 @@ class Witness(Observer):
         self.auditor = Auditor(cluster.scenario.config.num_fragments)
         self.said: list[tuple[Any, ...]] = []
         self._lines = iter(range(1, 1 << 30))
-        self._tape = cluster.host.tape
+        self._tape = cluster.syncer_node.tape
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         self.auditor.take(json.loads(self._tape[next(self._lines)]), effects)

@@ -25,7 +25,7 @@ RUN = "0123456789abcdef"
 RESTART_S = 3.0
 
 
-class SyncerHost:
+class SyncerNode:
     """The syncer's tape and disk, and its current or last process.
 
     Args:
