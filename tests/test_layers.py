@@ -121,7 +121,7 @@ HEAVY = {
     "diloco_jax.training.data.corpus": "diloco_jax.training.data.next_fit",
     "diloco_jax.training.base": _WEIGHTS,
     "diloco_jax.runtime.model.evaluation": _WEIGHTS,
-    "diloco_jax.runtime.syncer.host_alarms": _CERTIFICATES,
+    "diloco_jax.runtime.syncer.machine_alarms": _CERTIFICATES,
     "diloco_jax.tools.chaos.actions": _CERTIFICATES,
     "diloco_jax.transport.trust.security": _CERTIFICATES,
 }

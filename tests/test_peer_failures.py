@@ -263,7 +263,7 @@ def test_7_late_report_after_its_round_closed() -> None:
     pair.lose_wire("b")
     pair.restart_syncer()
     pair.connect("a", "b")
-    assert late(pair, round_, fragment_id) == words, "of an earlier life of the syncer"
+    assert late(pair, round_, fragment_id) == words, "of an earlier epoch of the syncer"
     pair.join("b", incarnation=2)
     assert late(pair, round_, fragment_id, incarnation=1) == "FragmentValue before hello, or of an old incarnation"
     before = pair.syncer.membership.members["b"].local_step

@@ -19,7 +19,7 @@ from diloco_jax.protocol.releases import RELEASE
 OVERRIDES = "settings of the config may follow as --section.name value; `CONFIG --settings` lists them all"
 CONFIG_HELP = "YAML file, or a packaged config such as quickstart"
 SETTINGS_HELP = "list the settings with their meaning, and exit"
-ALL_HELP = "with --settings: list those of clouds, GPU hosts and TPU generations, too"
+ALL_HELP = "with --settings: list those of clouds, GPU machines and TPU generations, too"
 
 
 class Parser(argparse.ArgumentParser):

@@ -86,7 +86,7 @@ def _launch_options(parser: Parser) -> None:
     parser.add_argument(
         "way",
         choices=["gke", "pathways", "gce", "tpu-vm", "slurm", "sky"],
-        help="Kubernetes (two ways), Compute Engine or Cloud TPU API of Google Cloud; GPU hosts of Slurm or SkyPilot",
+        help="Kubernetes (two ways), Compute Engine or Cloud TPU API of Google Cloud; Slurm or SkyPilot for GPUs",
     )
     parser.takes_config("YAML file, or a packaged config such as quickstart; its cloud section names the place")
     parser.add_argument("--out", metavar="DIR", help="folder to write the files to; without it they are only printed")

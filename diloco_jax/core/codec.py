@@ -60,7 +60,7 @@ _ZERO_ABSMAX = np.float32(1e-30)
 _SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 # The smallest normal number's bits as an integer.
 _NORMAL = int(_SMALLEST_NORMAL.view(np.int32))
-# The host works on this many blocks at once, because their 512 KiB stay in the cache.
+# The CPU works on this many blocks at once, because their 512 KiB stay in the cache.
 _CHUNK = 512
 # What is wrong with a payload.
 BAD_SCALE = "a scale is negative or not finite; the payload is damaged"
@@ -79,7 +79,7 @@ def as_bytes(array: Shaped[np.ndarray, "..."]) -> memoryview:
 
 
 def encode(values: Mapping[str, Float[np.ndarray, "..."]], format: Format) -> bytes:
-    """Encode a fragment on the host, to the same bytes as on the devices.
+    """Encode a fragment on the CPU, to the same bytes as on the devices.
 
     Args:
       values: by key, tensors of any shape and float dtype; they are cast to float32 first.
@@ -89,7 +89,7 @@ def encode(values: Mapping[str, Float[np.ndarray, "..."]], format: Format) -> by
     """
     pieces: list[memoryview] = []
     for key in sorted(values):
-        codes, scales = quantize_on_host(values[key], format)
+        codes, scales = quantize_on_cpu(values[key], format)
         if not np.isfinite(scales).all():
             raise NotFinite(f"{key!r} holds NaN or infinity, which integer formats cannot carry; drop this update")
         pieces += (as_bytes(scales), as_bytes(codes))
@@ -294,7 +294,7 @@ def _tensor_bytes(size: int, format: Format) -> int:
     return element_bytes(format) * size
 
 
-def quantize_on_host(
+def quantize_on_cpu(
     values: Float[np.ndarray, "..."], format: Format
 ) -> tuple[Shaped[np.ndarray, "..."], Float[np.ndarray, "scales"]]:
     """Return codes and scales of a flattened array, bit-equal to those that the devices compute.
@@ -316,7 +316,7 @@ def quantize_on_host(
     return codes, scales
 
 
-def dequantize_on_host(
+def dequantize_on_cpu(
     codes: Shaped[np.ndarray, "nb width"], scales: Float[np.ndarray, "nb"], size: int, format: Format
 ) -> Float32[np.ndarray, "size"]:
     """Return the first `size` values that codes and scales of an integer format stand for."""
@@ -341,4 +341,4 @@ def _dequantize(payload: Bytes, offset: int, size: int, format: Format) -> np.nd
     codes = np.frombuffer(payload, np.int8, count * width, offset + count * scale_bytes(format)).reshape(count, width)
     if format == "ternary" and (codes.view(np.uint8) > _MOST).any():
         raise ValueError(BAD_CODES)
-    return dequantize_on_host(codes, scales, size, format)
+    return dequantize_on_cpu(codes, scales, size, format)

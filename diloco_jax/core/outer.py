@@ -136,7 +136,7 @@ class Nesterov:
 
 
 class Optax:
-    """Any optax gradient transformation, computed on the host's CPU.
+    """Any optax gradient transformation, computed on the CPU.
 
     Results are bit-identical between runs on one kind of machine; on another kind the compiler may fuse multiply-adds.
     """

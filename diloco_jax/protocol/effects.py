@@ -20,7 +20,7 @@ class Send(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Copy a fragment to host memory as it is now, after inner step `local_step` (learner)."""
+    """Copy a fragment to CPU memory as it is now, after inner step `local_step` (learner)."""
 
     fragment_id: int
     local_step: int
@@ -41,7 +41,7 @@ class Adopt(NamedTuple):
 
 
 class StageState(NamedTuple):
-    """Copy the inner optimizer state to host memory as it is now, after inner step `local_step` (donor)."""
+    """Copy the inner optimizer state to CPU memory as it is now, after inner step `local_step` (donor)."""
 
     local_step: int
 

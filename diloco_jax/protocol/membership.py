@@ -100,7 +100,7 @@ class Membership:
         """Return why this learner cannot join, or an empty string.
 
         Args:
-            rewound: the life that last put the run back to a snapshot; earlier lives have another history.
+            rewound: the epoch that last put the run back to a snapshot; earlier epochs have another history.
             newest: the newest round; None while learners may know newer ones.
         """
         if hello.learner_id == SYNCER or not hello.learner_id:
@@ -141,7 +141,7 @@ class Membership:
             )
         if hello.epoch > epoch:
             return (
-                f"{hello.learner_id} has heard of life {hello.epoch} of the syncer, this is life {epoch}: it was "
+                f"{hello.learner_id} has heard of epoch {hello.epoch} of the syncer, this is epoch {epoch}: it was "
                 "replaced; stop it, or give the learner the address of the newer one"
             )
         # Islands of older releases send no id. Runs that such releases started keep their decisions.
@@ -151,7 +151,7 @@ class Membership:
             return other_run(hello.learner_id, hello.run, self.run, why)
         if 0 < hello.epoch < rewound:
             return (
-                f"{hello.learner_id} belongs to life {hello.epoch} of the run, which went back to a snapshot in life "
+                f"{hello.learner_id} belongs to epoch {hello.epoch} of the run, which went back to a snapshot in epoch "
                 f"{rewound}; start the learner again"
             )
         return ""

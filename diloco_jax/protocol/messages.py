@@ -5,8 +5,8 @@ Rules of this file
     beside its message, and only drivers read it.
   * Steps, tokens and samples are counters, times are seconds on the driver's clock, sizes are bytes.
   * `version` of a fragment is the global step whose round produced it; 0 is the initial model, -1 means "none held".
-  * A life is the time from the start of a process to its end. `epoch` counts the lives of the syncer, from 1.
-    `incarnation` counts the lives of a learner.
+  * `epoch` numbers the processes of the syncer, from 1; `incarnation` numbers those of a learner. One epoch, or one
+    incarnation, is the time from the start of such a process to its end.
   * A run has an id, which the syncer's driver draws at its start. Two runs of one config have the same name, and
     different ids.
   * `digest` is the driver's 64-bit checksum of a fragment's float32 bytes, or of a part of a state; opaque here.
@@ -70,7 +70,7 @@ class Hello(NamedTuple):
     versions: tuple[int, ...]
     # Digests of the held values, 0 where none is held: equal versions must be equal bits.
     digests: tuple[int, ...]
-    # Newest life of the syncer that this incarnation knows, 0 for none.
+    # Newest epoch of the syncer that this incarnation knows, 0 for none.
     epoch: int
     # Leased samples in one inner step, 0 if the learner reads its own data.
     step_samples: int

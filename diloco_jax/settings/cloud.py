@@ -1,4 +1,4 @@
-"""Settings of a run on Google Cloud and on GPU hosts, for `diloco launch`."""
+"""Settings of a run on Google Cloud and on GPU machines, for `diloco launch`."""
 
 import ipaddress
 import re
@@ -42,7 +42,7 @@ class CloudConfig:
     write the bucket. Set it for diloco launch on Google Cloud; an account with few permissions limits what an attacker
     on a machine can do."""
     tpu_image_family: str = ""
-    """Image family of TPU hosts in the project ubuntu-os-accelerator-images; for gce. Set it for launch gce, which
+    """Image family of TPU machines in the project ubuntu-os-accelerator-images; for gce. Set it for launch gce, which
     refuses to start without it. Other ways of launching do not use it."""
     bucket: str = ""
     """Cloud Storage bucket, without gs://, for what a new machine needs to continue: saved states and compiled programs
@@ -80,10 +80,10 @@ class CloudConfig:
     """Zone of the syncer; empty: the zone of the first island. Set it if another zone is closer to most islands, or has
     machines with enough memory."""
     syncer_machine_type: str = AUTO
-    """Machine type of the syncer's host; auto: the smallest listed type with enough memory. Set it if diloco launch
+    """Machine type of the syncer; auto: the smallest listed type with enough memory. Set it if diloco launch
     warns that the type is too small, or if merges need more cores."""
     head_machine_type: str = AUTO
-    """Machine type of the host with Pathways' resource manager and proxy and the one process of all islands; auto: the
+    """Machine type for Pathways' resource manager and proxy and the one process of all islands; auto: the
     smallest listed type with enough memory; for pathways. Set it if the head runs out of memory; other ways of
     launching do not use it."""
     pathways_version: str = "latest"
@@ -98,7 +98,7 @@ class CloudConfig:
     it. Raise it if diloco launch warns that saved states need more, or if the hosts copy a large data store."""
     port: int = 50051
     """Port where the syncer listens. Change it if your firewall allows only another port, or several runs share a
-    host."""
+    machine."""
     source_ranges: tuple[str, ...] = ("10.0.0.0/8",)
     """Address ranges that may reach the syncer. Set it to the addresses of your islands only, because anyone in these
     ranges can try to connect."""
@@ -152,7 +152,7 @@ class CloudConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuConfig:
-    """GPU hosts, for `diloco launch slurm` and `sky`; cloud.env, port, image and restarts_max apply there too."""
+    """GPU machines, for `diloco launch slurm` and `sky`; cloud.env, port, image and restarts_max apply there too."""
 
     accelerator: str = ""
     """GPU by SkyPilot's name, such as H100. Set it for launch sky, which refuses to start without it; Slurm does not

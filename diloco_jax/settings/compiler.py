@@ -69,7 +69,7 @@ def _users_folder() -> Path | None:
 
 
 def host_kind() -> str:
-    """Return a name shared only by hosts with the same processor, since XLA compiles for its instructions."""
+    """Return a name shared only by machines with the same processor, since XLA compiles for its instructions."""
     about = platform.processor()
     if CPU_INFO.exists():
         lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()

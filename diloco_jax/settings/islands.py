@@ -75,7 +75,7 @@ class IslandsConfig:
     or emulated devices than auto would."""
     hosts: int = 1
     """Processes of an island that run one SPMD program together. A topology determines this number. If one process
-    fails, the island restarts as a whole. Set it for an island of several GPU hosts."""
+    fails, the island restarts as a whole. Set it for an island of several GPU machines."""
     topology: str = ""
     """TPU slice of an island, such as v5p:4x4x8 or v6e:16x16; for preflight and launch. It needs islands.devices auto.
     Set it to compile for TPU slices with diloco preflight, or to create them with diloco launch."""

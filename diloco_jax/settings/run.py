@@ -302,7 +302,7 @@ class RunConfig:
     cloud: CloudConfig = field(default_factory=CloudConfig)
     """Machines on Google Cloud, for `diloco launch`."""
     gpu: GpuConfig = field(default_factory=GpuConfig)
-    """GPU hosts, for `diloco launch`."""
+    """GPU machines, for `diloco launch`."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, opentelemetry (rounds only), or your
     own class as package.module:Class. Set it to the service that your team uses; most need an extra package

@@ -35,8 +35,8 @@ class Generation:
     hbm_gb: float
     """Memory of a chip, GB. Set it to the data sheet's value; preflight and plan compare a step's memory with it."""
     host_gb: float
-    """Memory of a host with 4 chips, GB. Set it to the machine type's memory; plan and launch compare what an island's
-    processes need with it."""
+    """Memory of a machine with 4 chips, GB. Set it to the machine type's memory; plan and launch compare the need of an
+    island's processes with it."""
     hbm_gb_per_s: float = 0.0
     """Bandwidth of a chip's memory, GB/s; 0: unknown. Set it if you use preflight --search, which then includes the
     reads of attention in its choice of tiles."""

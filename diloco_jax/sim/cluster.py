@@ -10,7 +10,7 @@ from diloco_jax.sim.injector import FaultInjector
 from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.node import MakeLearner, MakeSyncer, Node, Observer, Steady, StepPace, World
 from diloco_jax.sim.scenario import Scenario
-from diloco_jax.sim.syncer_host import SyncerHost
+from diloco_jax.sim.syncer_node import SyncerNode
 
 
 class Cluster:
@@ -50,11 +50,13 @@ class Cluster:
             pace = paces[name] if paces is not None else Steady(step_s, scenario.step_noise, random)
             self.nodes[name] = Node(name, pace, random.randint(*scenario.step_samples))
         learners = {
-            name: LearnerDriver(world, node, lambda *who: self.host.accept(*who), self._stop_if_complete, make_learner)
+            name: LearnerDriver(
+                world, node, lambda *who: self.syncer_node.accept(*who), self._stop_if_complete, make_learner
+            )
             for name, node in self.nodes.items()
         }
-        self.host = SyncerHost(world, learners, make_syncer, taped)
-        self._injector = FaultInjector(world, learners, self.host, self._stop_if_complete)
+        self.syncer_node = SyncerNode(world, learners, make_syncer, taped)
+        self._injector = FaultInjector(world, learners, self.syncer_node, self._stop_if_complete)
         late = {name for fault in scenario.faults if fault.kind == "join" for name in fault.learners}
         for name, learner in learners.items():
             if name not in late:
@@ -65,7 +67,7 @@ class Cluster:
     @property
     def syncer(self) -> Syncer:
         """The syncer's machine; after the end of its process, the old machine until a new process starts."""
-        return self.host.process.machine
+        return self.syncer_node.process.machine
 
     def watch(self, *observers: Observer) -> None:
         """Add observers before the run."""
@@ -89,12 +91,12 @@ class Cluster:
     @property
     def finished_s(self) -> float:
         """Time when the syncer saved the end of the run."""
-        return self.host.process.finished_s
+        return self.syncer_node.process.finished_s
 
     @property
     def complete(self) -> bool:
         """True if the syncer is done, no learner runs any more, and no fault is pending."""
-        process = self.host.process
+        process = self.syncer_node.process
         done = process.alive and process.finished_s < NEVER_S and process.machine.over
         return done and not self._injector.pending and all(node.process is None for node in self.nodes.values())
 

@@ -8,7 +8,7 @@ from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.fault import ARMED, ARMED_S, KINDS, SYNCER_KINDS, Fault
 from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.node import LearnerProcess, Node, World
-from diloco_jax.sim.syncer_host import SyncerHost
+from diloco_jax.sim.syncer_node import SyncerNode
 
 # How often a fault that waits for its moment looks for it.
 SEEK_EVERY_S = 0.1
@@ -20,7 +20,7 @@ class FaultInjector:
     Args:
         world: time, network and observers.
         learners: all learners by name.
-        host: the syncer.
+        syncer_node: the syncer over all its processes.
         on_event: is called after each start and end of a fault.
 
     Attributes:
@@ -28,14 +28,14 @@ class FaultInjector:
     """
 
     def __init__(
-        self, world: World, learners: Mapping[str, LearnerDriver], host: SyncerHost, on_event: Callable[[], None]
+        self, world: World, learners: Mapping[str, LearnerDriver], syncer_node: SyncerNode, on_event: Callable[[], None]
     ) -> None:
         self.pending = 0
         self._world = world
         self._engine = world.engine
         self._network = world.network
         self._learners = learners
-        self._host = host
+        self._syncer_node = syncer_node
         self._on_event = on_event
 
     def plan(self, fault: Fault) -> None:
@@ -48,7 +48,7 @@ class FaultInjector:
             raise ValueError(f"the fault {fault.kind!r} is unknown; use one of {', '.join(KINDS)}")
         if unknown := [name for name in fault.learners if name not in self._learners]:
             raise ValueError(f"the fault {fault} hits {unknown[0]!r}; the learners are {', '.join(self._learners)}")
-        if fault.kind in SYNCER_KINDS and not self._host.taped:
+        if fault.kind in SYNCER_KINDS and not self._syncer_node.taped:
             raise ValueError(f"the fault {fault} needs the syncer's tape; build the cluster with taped=True")
         self.pending += 1
         self._network.expect_faults()
@@ -59,10 +59,10 @@ class FaultInjector:
         for observer in self._world.observers:
             observer.on_fault(fault, self._engine.now_s)
         if fault.kind == "syncer_crash":
-            self._host.crash()
-            if fault.breaks_snapshot and not self._host.disk.final:
-                self._host.disk.break_newest()
-            self._plan_end(fault, self._host.restart)
+            self._syncer_node.crash()
+            if fault.breaks_snapshot and not self._syncer_node.disk.final:
+                self._syncer_node.disk.break_newest()
+            self._plan_end(fault, self._syncer_node.restart)
         elif fault.kind in ARMED:
             self._seek(fault)
         else:
@@ -82,7 +82,7 @@ class FaultInjector:
             case "leave":
                 learner.leave(process, STOPPED_OUTSIDE)
             case "drain":
-                self._host.drain(name)
+                self._syncer_node.drain(name)
             case "crash" | "donor_crash":
                 learner.kill(process, fault.notice_s)
                 self._plan_end(fault, learner.start, node)
@@ -112,7 +112,7 @@ class FaultInjector:
                 network.corrupt(name)
                 self._plan_end(fault, partial(network.cure, name))
             case "hostile":
-                self._host.hostile.names.add(name)
+                self._syncer_node.hostile.names.add(name)
                 self._plan_end(fault, partial(self._replace, learner))
             case "poison":
                 node.poisoned += 1
@@ -120,7 +120,7 @@ class FaultInjector:
 
     def _replace(self, learner: LearnerDriver) -> None:
         """End the process of a hostile learner, and start an honest one."""
-        self._host.hostile.names.discard(learner.node.name)
+        self._syncer_node.hostile.names.discard(learner.node.name)
         if learner.node.process is not None:
             learner.kill(learner.node.process, NEVER_S)
             learner.start()
@@ -132,8 +132,8 @@ class FaultInjector:
         donors = [process for process in running if process.holdings.copies]
         if fault.kind == "donor_crash" and donors:
             self._hit(engine.random.choice(donors), fault)
-        elif fault.kind == "rewind" and self._host.end_all(fault):
-            self._plan_end(fault, self._host.rewind)
+        elif fault.kind == "rewind" and self._syncer_node.end_all(fault):
+            self._plan_end(fault, self._syncer_node.rewind)
         elif engine.now_s < fault.at_s + ARMED_S:
             self.pending += 1
             engine.at(engine.now_s + SEEK_EVERY_S, self._seek_again, fault)
@@ -150,13 +150,13 @@ class FaultInjector:
         """
         if fault.duration_s < NEVER_S:
             self.pending += 1
-            life = node.life if node is not None else None
-            self._engine.at(self._engine.now_s + fault.duration_s, self._end, (end, node, life))
+            generation = node.generation if node is not None else None
+            self._engine.at(self._engine.now_s + fault.duration_s, self._end, (end, node, generation))
 
     def _end(self, item: tuple[Callable[[], None], Node | None, tuple[int, bool] | None]) -> None:
-        end, node, life = item
+        end, node, generation = item
         self.pending -= 1
-        if node is None or node.life == life:
+        if node is None or node.generation == generation:
             end()
         self._on_event()
 

@@ -93,10 +93,10 @@ class LearnerDriver:
 
     def start_later(self, at_s: float) -> None:
         """Let the supervisor start a new process, at this time at the earliest, unless another one starts before."""
-        self._engine.at(at_s + self._world.scenario.restart_s, self._start_again, self.node.life)
+        self._engine.at(at_s + self._world.scenario.restart_s, self._start_again, self.node.generation)
 
-    def _start_again(self, life: tuple[int, bool]) -> None:
-        if self.node.life == life:
+    def _start_again(self, generation: tuple[int, bool]) -> None:
+        if self.node.generation == generation:
             self.start()
 
     def kill(self, process: LearnerProcess, notice_s: float) -> None:

@@ -160,7 +160,7 @@ class Node:
     saved: list[SavedCopy] = field(default_factory=list)
 
     @property
-    def life(self) -> tuple[int, bool]:
+    def generation(self) -> tuple[int, bool]:
         """A value that changes when a process starts or ends."""
         return self.incarnation, self.process is not None
 

@@ -31,29 +31,29 @@ class LearnerTapes(Observer):
         self.lines: dict[tuple[str, int], list[str]] = {}
         self._cluster = cluster
 
-    def _write(self, life: tuple[str, int], *fields: Any) -> None:
-        lines = self.lines.get(life)
+    def _write(self, incarnation: tuple[str, int], *fields: Any) -> None:
+        lines = self.lines.get(incarnation)
         if lines is None:
-            lines = self.lines[life] = []
-            self._write(life, "begin", *life, self._cluster.nodes[life[0]].step_samples, STAMP)
+            lines = self.lines[incarnation] = []
+            self._write(incarnation, "begin", *incarnation, self._cluster.nodes[incarnation[0]].step_samples, STAMP)
         lines.append(json.dumps(fields, separators=(",", ":")))
 
     def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
-        life, machine = process.key, process.machine
+        incarnation, machine = process.key, process.machine
         for effect in effects:
             if isinstance(effect, Adopt):
                 assert isinstance(given, GlobalFragment), f"{effect} without a fragment that arrived"
                 name = (effect.fragment_id, effect.version, given.epoch, given.digest)
-                self._write(life, "adopt", *name, given.merged_round)
+                self._write(incarnation, "adopt", *name, given.merged_round)
             elif isinstance(effect, Send) and isinstance(effect.message, FragmentValue):
                 value = effect.message
-                self._write(life, "sent", value.fragment_id, value.global_step, value.local_step)
+                self._write(incarnation, "sent", value.fragment_id, value.global_step, value.local_step)
             elif isinstance(effect, StageState):
-                self._write(life, "staged_state", effect.local_step)
+                self._write(incarnation, "staged_state", effect.local_step)
             elif isinstance(effect, SaveState):
-                self._write(life, "saved", machine.local_step, effect.global_step)
+                self._write(incarnation, "saved", machine.local_step, effect.global_step)
             elif isinstance(effect, Finish):
-                self._write(life, "end", effect.reason, machine.digests)
+                self._write(incarnation, "end", effect.reason, machine.digests)
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         if not began:
@@ -79,7 +79,7 @@ class LearnerTapes(Observer):
         """
         check_folder(folder)
         (folder / "tapes").mkdir(parents=True, exist_ok=True)
-        _write_lines(folder / "tape.jsonl", self._cluster.host.tape)
+        _write_lines(folder / "tape.jsonl", self._cluster.syncer_node.tape)
         for (name, incarnation), lines in self.lines.items():
             _write_lines(folder / "tapes" / f"{name}.{incarnation}.jsonl", lines)
         scenario = self._cluster.scenario

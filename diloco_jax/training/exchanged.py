@@ -8,7 +8,7 @@
 
 The built-in `Island`, or a training loop that the user writes, stores the result of each step in `state`. All functions
 must be called from one thread, except `warm_up`, `place` and the methods of staged objects. Parameters are a flat dict
-{path: array}, because a step with a tree of modules costs ten times as much time on the host. Every program runs under
+{path: array}, because a step with a tree of modules costs ten times as much CPU time. Every program runs under
 a transfer guard, so only the functions of this module move data between host and devices.
 
 Fragments, `shapes`, `parameters` and `load` have the axes of canonical tensors (core/kinds.py). `state` and whole
@@ -28,7 +28,7 @@ from jaxtyping import Float, Shaped
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment, Slice, take
 from diloco_jax.core.kinds import Kind, with_order
-from diloco_jax.training.exchange.exchange import AdoptMode, Exchange, HostValues, PlacedValue
+from diloco_jax.training.exchange.exchange import AdoptMode, CpuValues, Exchange, PlacedValue
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.sharding import put_array
 from diloco_jax.training.state import Params, TrainState
@@ -94,7 +94,7 @@ class ExchangedState:
         """Return the global model on the devices, in the parameters' own types; `fragments` are all of the model."""
         return self.exchange.anchors(fragments)
 
-    def place(self, fragment: Fragment, values: HostValues) -> PlacedValue:
+    def place(self, fragment: Fragment, values: CpuValues) -> PlacedValue:
         """Start to copy a merged fragment to the devices, for `adopt`; any thread.
 
         Args:
@@ -108,7 +108,7 @@ class ExchangedState:
     def adopt(
         self,
         fragment: Fragment,
-        values: HostValues | PlacedValue,
+        values: CpuValues | PlacedValue,
         *,
         mode: AdoptMode = "overwrite",
         alpha: float = 0.0,
@@ -132,18 +132,18 @@ class ExchangedState:
         self.state.params.update(self.exchange.adopt(self.state.params, fragment, values, mode, alpha, sent))
 
     def stage_state(self) -> StagedState:
-        """Queue a copy of parameters, optimizer's state and other state to host memory; return at once."""
+        """Queue a copy of parameters, optimizer's state and other state to CPU memory; return at once."""
         with jax.transfer_guard("disallow"):
             return stage_leaves(by_name(self.state), self.state_layout)
 
     def stage_moments(self) -> StagedState:
-        """Queue a copy of everything but the parameters to host memory, for another island; return at once."""
+        """Queue a copy of everything but the parameters to CPU memory, for another island; return at once."""
         with jax.transfer_guard("disallow"):
             arrays = {name: array for name, array in by_name(self.state).items() if not name.startswith(PARAMS)}
             return stage_leaves(arrays, self.state_layout)
 
     def stage_shards(self) -> StagedShards:
-        """Queue copies of all shards on this process's devices to host memory; return at once."""
+        """Queue copies of all shards on this process's devices to CPU memory; return at once."""
         with jax.transfer_guard("disallow"):
             return stage_shards(by_name(self.state))
 
@@ -157,7 +157,7 @@ class ExchangedState:
         for path, to in self.layouts.params.items():
             self.state.params[path] = put_array(leaves[PARAMS + path], to)
 
-    def overwrite(self, fragment: Fragment, values: HostValues) -> None:
+    def overwrite(self, fragment: Fragment, values: CpuValues) -> None:
         """Replace a fragment of the parameters; anchor and residual stay as they are."""
         self.state.params.update(self.exchange.overwrite(self.state.params, fragment, values))
 
@@ -190,8 +190,8 @@ class ExchangedState:
         other = {path: put_array(leaf(OTHER + path), to) for path, to in layouts.other.items()}
         self.state = self.state._replace(opt_state=opt_state, other=other)
 
-    def parameters(self) -> HostValues:
-        """Return host copies of all canonical parameters {path: float32 array}; block until the running step is done.
+    def parameters(self) -> CpuValues:
+        """Return CPU copies of all canonical parameters {path: float32 array}; block until the running step is done.
 
         This works only on an island of one process.
         """

@@ -1,6 +1,6 @@
 """The exchanged state of an island, as the process of an island uses it, wherever the arrays are.
 
-`ExchangedState` has JAX arrays on devices. `HostState` has parameters of another library, such as PyTorch.
+`ExchangedState` has JAX arrays on devices. `NumpyState` has parameters of another library, such as PyTorch.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -9,14 +9,14 @@ from typing import Any, Protocol, runtime_checkable
 from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.host_bytes import Buffer
 from diloco_jax.core.kinds import Kind
-from diloco_jax.training.exchange.exchange import AdoptMode, HostValues, PlacedValue
+from diloco_jax.training.exchange.exchange import AdoptMode, CpuValues, PlacedValue
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.staging import PartialLeaf, StagedShards, StagedState
 
 
 @runtime_checkable
 class StagedUpdate(Protocol):
-    """A fragment's update as it was after a step, on its way to host memory; any thread may call the methods."""
+    """A fragment's update as it was after a step, on its way to CPU memory; any thread may call the methods."""
 
     def encode(self) -> bytes | list[Buffer]:
         """Wait for the copy, and return its payload; NotFinite if the format cannot represent the values."""
@@ -54,13 +54,13 @@ class IslandState(Protocol):
     def stage(self, fragment: Fragment) -> StagedUpdate:
         """Queue a copy of a fragment's update, as it is after the newest step; return at once."""
 
-    def place(self, fragment: Fragment, values: HostValues) -> PlacedValue | None:
-        """Start to copy a merged fragment to the devices, for `adopt`; None if `adopt` needs it in host memory."""
+    def place(self, fragment: Fragment, values: CpuValues) -> PlacedValue | None:
+        """Start to copy a merged fragment to the devices, for `adopt`; None if `adopt` needs it in CPU memory."""
 
     def adopt(
         self,
         fragment: Fragment,
-        values: HostValues | PlacedValue,
+        values: CpuValues | PlacedValue,
         *,
         mode: AdoptMode = ...,
         alpha: float = ...,
@@ -68,7 +68,7 @@ class IslandState(Protocol):
     ) -> None:
         """Adopt a merged fragment; `sent` is the staged copy that was merged into it, if there is one."""
 
-    def overwrite(self, fragment: Fragment, values: HostValues) -> None:
+    def overwrite(self, fragment: Fragment, values: CpuValues) -> None:
         """Replace a fragment of the parameters; anchor and residual stay as they are."""
 
     def anchors(self, fragments: Iterable[Fragment]) -> Any:

@@ -21,7 +21,7 @@ from diloco_jax.core.kinds import Kind, Order, kind_of
 from diloco_jax.training.named import check_choices, check_setting, make_transformation
 
 OptimizerName = Literal["adamw", "muon"]
-# From global step to learning rate; it runs on the host, so a step needs no device work for it.
+# From global step to learning rate; it runs on the CPU, so a step needs no device work for it.
 Schedule = Callable[[int], float]
 
 

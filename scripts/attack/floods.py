@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from attack.hostile import LIVES, aftermath, merged_once
+from attack.hostile import UNHARMED, aftermath, merged_once
 from attack.learner import Sent, StubLearner
 from attack.site import Site, comes_true, syncer
 from attack.table import CATALOGUE, Findings, Ground
@@ -32,7 +32,7 @@ def send_many(evil: StubLearner, message: Any, count: int) -> int:
     return count
 
 
-@CATALOGUE.add("flood-heartbeats", LIVES)
+@CATALOGUE.add("flood-heartbeats", UNHARMED)
 def flood_heartbeats(ground: Ground, seen: Findings) -> None:
     """A learner sends 20,000 heartbeats as fast as it can, whenever it is connected."""
     with syncer(ground.folder / "site") as site:
@@ -47,7 +47,7 @@ def flood_heartbeats(ground: Ground, seen: Findings) -> None:
         aftermath(site, honest, seen)
 
 
-@CATALOGUE.add("flood-reports", LIVES)
+@CATALOGUE.add("flood-reports", UNHARMED)
 def flood_reports(ground: Ground, seen: Findings) -> None:
     """A learner sends 3,000 reports of steps that took no time."""
     with syncer(ground.folder / "site") as site:
@@ -69,7 +69,7 @@ def _tape_bytes(site: Site) -> int:
     return (site.run_dir / "tape.jsonl").stat().st_size
 
 
-@CATALOGUE.add("nonsense", LIVES)
+@CATALOGUE.add("nonsense", UNHARMED)
 def nonsense(ground: Ground, seen: Findings) -> None:
     """A learner sends scores, parts of states, requests and refusals without a reason, with absurd numbers."""
     huge = 1 << 62
@@ -108,14 +108,14 @@ def unchecked() -> Iterator[None]:
 
 def _while_alive(evil: StubLearner, site: Site, within_s: float) -> None:
     """Wait until a learner or the syncer ends, but at most this many seconds."""
-    comes_true(lambda: not (evil.lives and site.lives), within_s)
+    comes_true(lambda: not (evil.is_running and site.is_running), within_s)
 
 
-@CATALOGUE.add("random-fields", LIVES + " and a rewind")
+@CATALOGUE.add("random-fields", UNHARMED + " and a rewind")
 def random_fields(ground: Ground, seen: Findings) -> None:
     """For 20 s a learner sends messages with random fields of any size, and restarts as often as necessary."""
     with syncer(ground.folder / "site") as site, unchecked():
-        honest, life, sent, until_s = site.honest(), 0, 0, time.monotonic() + RANDOM_S
+        honest, incarnation, sent, until_s = site.honest(), 0, 0, time.monotonic() + RANDOM_S
         way, liar = honest[0].way, Hostile(ground.seed)
 
         def tamper(message: Any, payload: bytes) -> Sent:
@@ -124,10 +124,10 @@ def random_fields(ground: Ground, seen: Findings) -> None:
             sent += len(changed)
             return [(each, payload if isinstance(each, BULK_TYPES) else b"") for each in changed]
 
-        while site.lives and time.monotonic() < until_s:
-            life += 1
-            evil = StubLearner(way, "evil", life, step_s=0.01, tamper=tamper)
+        while site.is_running and time.monotonic() < until_s:
+            incarnation += 1
+            evil = StubLearner(way, "evil", incarnation, step_s=0.01, tamper=tamper)
             _while_alive(evil, site, min(5.0, until_s - time.monotonic()))
             evil.close()
-        seen.expect(life, f"{sent} messages in {life} lives")
+        seen.expect(incarnation, f"{sent} messages in {incarnation} incarnations")
         aftermath(site, honest, seen, rewind=True)

@@ -282,7 +282,7 @@ def snapshot_foreign(ground: Ground, seen: Findings) -> None:
     shutil.copytree(foreign, site.run_dir / "checkpoints" / foreign.name)
     site.start("--rewind")
     try:
-        wait_until(lambda: not site.lives or "listening at" in site.log.read_text(errors="replace"), "the syncer")
+        wait_until(lambda: not site.is_running or "listening at" in site.log.read_text(errors="replace"), "the syncer")
         text = site.log.read_text(encoding="utf-8", errors="replace")
         silent = f"continues from {foreign.name}" in text
         seen.expect(not silent, "not taken", f"the run continues from {foreign.name} of another run")

@@ -27,7 +27,7 @@ NORM_MAX = 20.0
 # The rule against outliers needs eight values of each fragment.
 USUAL_ROUNDS = 24
 MAYBE_REFUSED_S = 3.0
-LIVES = "the syncer runs, honest rounds continue, norms stay small, also after a failover"
+UNHARMED = "the syncer runs, honest rounds continue, norms stay small, also after a failover"
 FORGED = "2026-01-01 00:00:00,000 island-0 expelled: forged"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -39,11 +39,11 @@ def rounds_go_on(site: Site, honest: list[StubLearner], seen: Findings, when: st
     def enough() -> bool:
         return all(stub.merged >= old + count for stub, old in zip(honest, before, strict=True))
 
-    comes_true(lambda: enough() or not site.lives, ROUNDS_WITHIN_S)
-    if not seen.expect(site.lives, f"{when}: the syncer runs", f"{when}: the syncer ended: {site.said}"):
+    comes_true(lambda: enough() or not site.is_running, ROUNDS_WITHIN_S)
+    if not seen.expect(site.is_running, f"{when}: the syncer runs", f"{when}: the syncer ended: {site.said}"):
         return False
     made = min(stub.merged - old for stub, old in zip(honest, before, strict=True))
-    troubles = [f"{stub.name}: {stub.trouble or stub.ended}" for stub in honest if not stub.lives]
+    troubles = [f"{stub.name}: {stub.trouble or stub.ended}" for stub in honest if not stub.is_running]
     return seen.expect(enough(), f"{made} honest rounds", f"{when}: {made} of {count} honest rounds {troubles}")
 
 
@@ -67,7 +67,7 @@ def aftermath(site: Site, honest: list[StubLearner], seen: Findings, *, rewind: 
     """Expect that the run continues after an attack, after a failover and, with `rewind`, from its snapshot."""
     if not rounds_go_on(site, honest, seen, "after it"):
         # A supervisor would restart the syncer; the run's folder decides whether that helps.
-        if not site.lives:
+        if not site.is_running:
             site.start()
             rounds_go_on(site, honest, seen, "restarted")
         return
@@ -110,7 +110,7 @@ def _greeting(name: str, **fields: int) -> None:
             aftermath(site, honest, seen, rewind=True)
 
     greet.__doc__ = f"A newcomer greets with {what}."
-    CATALOGUE.add(name, f"{LIVES} and a rewind")(greet)
+    CATALOGUE.add(name, f"{UNHARMED} and a rewind")(greet)
 
 
 _greeting("greet-samples-62", step_samples=COUNTER_MAX)
@@ -156,32 +156,32 @@ def _granted(name: str, about: str, *, greets: bool) -> None:
             for number, claimed in enumerate((first, COUNTER_MAX)):
                 step = told.local_step + 1000 + number
                 try_to_say(evil, told._replace(local_step=step, tokens=64 * step, granted=claimed, samples=claimed))
-            comes_true(lambda: not site.lives, MAYBE_REFUSED_S)
+            comes_true(lambda: not site.is_running, MAYBE_REFUSED_S)
             evil.end()
             aftermath(site, honest, seen, rewind=True)
 
     claim.__doc__ = f"A learner claims in {about} that it holds leases near 2^62."
-    CATALOGUE.add(name, f"{LIVES} and a rewind")(claim)
+    CATALOGUE.add(name, f"{UNHARMED} and a rewind")(claim)
 
 
 _granted("greet-granted", "a greeting and reports", greets=True)
 _granted("report-granted", "reports", greets=False)
 
 
-@CATALOGUE.add("report-tokens", LIVES + "; the run is not complete")
+@CATALOGUE.add("report-tokens", UNHARMED + "; the run is not complete")
 def report_tokens(ground: Ground, seen: Findings) -> None:
     """In a run of 10^12 tokens a learner reports 2^50 tokens, and sends a value with as many."""
     with syncer(ground.folder / "site", train={"steps": 0, "tokens": 10**12}) as site:
         honest = site.honest()
         lie = changing((m.StepReport, m.FragmentValue), lambda told: told._replace(tokens=1 << 50))
         evil = site.stub("evil", tamper=lie)
-        comes_true(lambda: evil.ended or not site.lives, 2 * MAYBE_REFUSED_S)
+        comes_true(lambda: evil.ended or not site.is_running, 2 * MAYBE_REFUSED_S)
         state = site.status()["state"]
         seen.expect(state == "running", "the run is running", f"the run is {state}")
         aftermath(site, honest, seen)
 
 
-@CATALOGUE.add("report-steps-back", LIVES)
+@CATALOGUE.add("report-steps-back", UNHARMED)
 def report_steps_back(ground: Ground, seen: Findings) -> None:
     """A learner's reports count backwards, in steps, tokens and samples, and name versions that never existed."""
     random = ground.random
@@ -198,7 +198,7 @@ def report_steps_back(ground: Ground, seen: Findings) -> None:
         aftermath(site, honest, seen)
 
 
-@CATALOGUE.add("value-counters", LIVES)
+@CATALOGUE.add("value-counters", UNHARMED)
 def value_counters(ground: Ground, seen: Findings) -> None:
     """A learner's values are 10^7 times too large, and their counters of steps and tokens hide that."""
     with syncer(ground.folder / "site") as site:
@@ -247,7 +247,7 @@ def _payloads(name: str, about: str, make: Callable[[bytes], bytes]) -> None:
             aftermath(site, honest, seen)
 
     send.__doc__ = f"A learner answers pulls with {about}."
-    CATALOGUE.add(name, f"expelled; {LIVES}")(send)
+    CATALOGUE.add(name, f"expelled; {UNHARMED}")(send)
 
 
 _payloads("value-nan", "NaN", lambda payload: b"\xff" * len(payload))
@@ -259,11 +259,11 @@ def _comes_back_first(site: Site, honest: list[StubLearner], evil: StubLearner) 
     """Restart the syncer, and let a hostile learner connect before the honest ones, as may happen by chance."""
     for stub in honest:
         stub.held.set()
-    lives = evil.machine.epoch
+    epoch = evil.machine.epoch
     site.kill()
     site.start()
-    wait_until(lambda: evil.machine.epoch > lives or evil.ended or not site.lives, "the restarted syncer")
-    comes_true(lambda: evil.ended or not site.lives, MAYBE_REFUSED_S / 3)
+    wait_until(lambda: evil.machine.epoch > epoch or evil.ended or not site.is_running, "the restarted syncer")
+    comes_true(lambda: evil.ended or not site.is_running, MAYBE_REFUSED_S / 3)
     for stub in honest:
         stub.held.clear()
 
@@ -297,7 +297,7 @@ def _anchors(name: str, about: str, ahead: int, *, answers: bool) -> None:
             seen.expect(not lost, "no version was lost", "versions that honest learners hold were lost")
 
     claim.__doc__ = f"After a failover a learner claims {about}."
-    CATALOGUE.add(name, f"{LIVES}; only versions that the syncer made are taken, and none of them is lost")(claim)
+    CATALOGUE.add(name, f"{UNHARMED}; only versions that the syncer made are taken, and none of them is lost")(claim)
 
 
 _anchors("anchor-future", "versions a million ahead, and sends 1e30 as their value", 1_000_000, answers=True)

@@ -143,7 +143,7 @@ class StubLearner:
         return self.link is not None
 
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         """Return whether the learner's thread still runs."""
         return self._thread.is_alive()
 

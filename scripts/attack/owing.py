@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from attack.hostile import LIVES, MAYBE_REFUSED_S, USUAL_ROUNDS, aftermath, outcome, rounds_go_on
+from attack.hostile import MAYBE_REFUSED_S, UNHARMED, USUAL_ROUNDS, aftermath, outcome, rounds_go_on
 from attack.learner import Sent, StubLearner
 from attack.site import Site, comes_true, syncer, wait_until
 from attack.table import CATALOGUE, Findings, Ground
@@ -82,7 +82,7 @@ _keeps_rounds("owes-mute", "answers no pull", lambda stub, message, payload: Non
 _keeps_rounds("owes-late", f"answers pulls {LATE_S:g} s late", _say_late)
 
 
-@CATALOGUE.add("value-ahead", f"no value 10^7 times too large is merged; {LIVES}")
+@CATALOGUE.add("value-ahead", f"no value 10^7 times too large is merged; {UNHARMED}")
 def value_ahead(ground: Ground, seen: Findings) -> None:
     """A learner's values are 10^7 times too large, and of steps that it has not reported."""
     with syncer(ground.folder / "site") as site:

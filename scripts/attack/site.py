@@ -102,7 +102,7 @@ class Site:
         return self
 
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         """Return whether the syncer's process runs."""
         return self.process is not None and self.process.poll() is None
 
@@ -115,8 +115,8 @@ class Site:
     def way(self, address: str = "") -> Way:
         """Wait for the syncer and return what learners need; RuntimeError with its last line if it ended."""
         transport = TransportConfig(address=address or self.address, connect_timeout_s=2.0)
-        wait_until(lambda: not self.lives or self._answers(), "the syncer listens")
-        if not self.lives:
+        wait_until(lambda: not self.is_running or self._answers(), "the syncer listens")
+        if not self.is_running:
             raise RuntimeError(f"the syncer ended: {self.said}")
         return find_way(transport)
 
@@ -173,7 +173,7 @@ class Site:
     def close(self) -> None:
         """End the stub learners and the syncer."""
         self.end_stubs()
-        if self.lives:
+        if self.is_running:
             self.signal(signal.SIGCONT)
             self.kill()
 

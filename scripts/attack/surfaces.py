@@ -116,7 +116,9 @@ def _joins(name: str, bytes_per_s: float, *, follows: bool) -> None:
             seen.expect(kept >= KEPT_MIN, f"the others keep {kept:.2f} of {alone:.1f} rounds/s")
             if follows:
                 merged = comes_true(lambda: newcomer.merged > USUAL_ROUNDS, MERGED_WITHIN_S)
-                seen.expect(merged and newcomer.lives, "the newcomer is merged", newcomer.ended or newcomer.trouble)
+                seen.expect(
+                    merged and newcomer.is_running, "the newcomer is merged", newcomer.ended or newcomer.trouble
+                )
             else:
                 rows = {row["learner"]: row["condition"] for row in site.status()["learners"]}
                 seen.expect(rows["newcomer"] == "unanswered", f"the status calls it {rows['newcomer']}")

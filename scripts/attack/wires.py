@@ -88,15 +88,17 @@ def wire_flip(ground: Ground, seen: Findings) -> None:
     with syncer(ground.folder / "site") as site, relayed(site, edit) as made:
         honest = site.honest()
         victim = site.stub("victim", way=site.way(made.address), step_tokens=ODD_TOKENS)
-        wait_until(lambda: flipped or not victim.lives, "a report whose bit was flipped")
-        comes_true(lambda: not victim.lives, 1.0)
+        wait_until(lambda: flipped or not victim.is_running, "a report whose bit was flipped")
+        comes_true(lambda: not victim.is_running, 1.0)
         before = victim.merged
-        again = comes_true(lambda: victim.merged >= before + 3 or not victim.lives)
+        again = comes_true(lambda: victim.merged >= before + 3 or not victim.is_running)
         text = (site.run_dir / "tape.jsonl").read_text(encoding="utf-8")
         seen.expect(f",{flipped[0]}," not in text, "not accepted", f"{flipped[0]:,} tokens are on the tape")
         ended = victim.sessions > 1
         seen.expect(ended, "its session was ended", "its session continued")
-        seen.expect(again and victim.lives, "its learner trains on", f"it is out: {victim.ended or victim.trouble}")
+        seen.expect(
+            again and victim.is_running, "its learner trains on", f"it is out: {victim.ended or victim.trouble}"
+        )
         rounds_go_on(site, honest, seen, "after it")
 
 

@@ -31,23 +31,23 @@ Record = dict[str, Any]
 
 def records(rounds: int, names: tuple[str, ...]) -> Iterator[Record]:
     """Yield the records of a run with one round per second and one kill of an island per hour."""
-    lives = dict.fromkeys(names, 1)
+    incarnations = dict.fromkeys(names, 1)
     since = dict.fromkeys(names, 0)
     for n in range(1, rounds + 1):
         when = {"t": float(n), "global_step": n}
         if n % 3600 == 0:
             name = names[n // 3600 % len(names)]
-            lives[name], since[name] = lives[name] + 1, n
-            for kind, reason in (("disconnected", "no connection"), ("joined", f"incarnation {lives[name]}")):
+            incarnations[name], since[name] = incarnations[name] + 1, n
+            for kind, reason in (("disconnected", "no connection"), ("joined", f"incarnation {incarnations[name]}")):
                 yield {"kind": kind, **when, "fragment_id": -1, "members": [name], "reason": reason}
             for state in ("begins", "ends"):
                 yield {"kind": "alarm", **when, "alarm": "gone", "state": state, "members": [name], "reason": "gone"}
         for name in names:
-            life = {"learner": name, "incarnation": lives[name], "local_step": n - since[name]}
-            step = {"kind": "step", **when, **life, "tokens": 4096 * n, "loss": 2 + 100 / (n + 50), "step_s": 0.98}
+            progress = {"learner": name, "incarnation": incarnations[name], "local_step": n - since[name]}
+            step = {"kind": "step", **when, **progress, "tokens": 4096 * n, "loss": 2 + 100 / (n + 50), "step_s": 0.98}
             yield step | {"arrived": [[n - 1, 0.0812]]}
             if n % 10 == 0:
-                yield {"kind": "metrics", **when, **life, "values": ISLAND}
+                yield {"kind": "metrics", **when, **progress, "values": ISLAND}
         note = {**when, "fragment_id": n % 6, "members": list(names[n % 2 :]), "reason": "every learner has reported"}
         yield {"kind": "closed", **note}
         times = {"opened_s": n - 0.9, "met_s": n - 0.5, "closed_s": n - 0.3, "pulled_s": n - 0.1}

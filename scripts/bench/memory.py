@@ -189,7 +189,7 @@ class Stub(threading.Thread):
                     return
 
 
-class Life(NamedTuple):
+class SyncerProcess(NamedTuple):
     """One process of the syncer."""
 
     process: subprocess.Popen[bytes]
@@ -262,26 +262,26 @@ class Bench:
         second.process.wait()
         return self._result([max(first.peaks), max(second.peaks)], [path.name for path in complete(checkpoints)])
 
-    def _start(self) -> Life:
+    def _start(self) -> SyncerProcess:
         words = ["syncer", str(self._file), "--run-dir", str(self._run_dir), "--syncer.merge_threads", "0"]
         paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "bench")])
         environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
         with (self._folder / "syncer.log").open("ab") as log:
             command = [sys.executable, "-m", "diloco_jax", *words]
-            return Life(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT), [])
+            return SyncerProcess(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT), [])
 
-    def _until(self, life: Life, reached: Any) -> None:
+    def _until(self, syncer: SyncerProcess, reached: Any) -> None:
         ends_s = time.monotonic() + PATIENCE_S
         while True:
             # Before `reached`, which may depend on a process that ends meanwhile.
-            status = life.process.poll()
+            status = syncer.process.poll()
             if reached():
                 return
-            life.watch()
+            syncer.watch()
             if status is not None or time.monotonic() > ends_s:
                 log = (self._folder / "syncer.log").read_text(encoding="utf-8")[-3000:]
-                life.process.kill()
-                how = f"status {life.process.returncode}, {len(self._world.merged)} versions"
+                syncer.process.kill()
+                how = f"status {syncer.process.returncode}, {len(self._world.merged)} versions"
                 raise SystemExit(f"{log}\nthe syncer ended or was too slow: {how}")
             time.sleep(0.1)
 

@@ -35,7 +35,7 @@ from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Hello, P
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.model.arithmetic import Arithmetic, make_setup
 from diloco_jax.runtime.model.global_model import GlobalModel, make_model
-from diloco_jax.runtime.syncer.listening import Life, open_listener
+from diloco_jax.runtime.syncer.listening import SyncerStart, open_listener
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.transport.endpoints.dialler import Dialler
@@ -186,7 +186,7 @@ def serve(learners: int, folder: Path, elements: int, pipe: Connection) -> None:
     own.mkdir()
     zeros = ((path, np.zeros(shape, np.float32)) for path, shape in plan.shapes.items())
     model = make_model(run, zeros, Arithmetic(make_setup(run)))
-    listener = open_listener(config, own, Life("fresh", 1, threading.Event(), FINGERPRINT, Description("", "")))
+    listener = open_listener(config, own, SyncerStart("fresh", 1, threading.Event(), FINGERPRINT, Description("", "")))
     pipe.send(listener.address)
     names = [f"stub-{number}" for number in range(learners)]
     receive(listener, Hello, len(names))

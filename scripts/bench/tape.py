@@ -64,7 +64,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> Iterator[dict[str, A
     cluster.watch(tapes)
     cluster.run(arguments.seconds)
     rounds, digits = cluster.syncer.global_step, random.Random(1)
-    lines = [syncer_line(line, digits) for line in cluster.host.tape]
+    lines = [syncer_line(line, digits) for line in cluster.syncer_node.tape]
     yield from sizes("syncer", folder / "tape.jsonl", lines, rounds)
     own = [[learner_line(line, digits) for line in each] for each in tapes.lines.values()]
     taken = [list(sizes("learner", folder / f"{number}.jsonl", each, rounds)) for number, each in enumerate(own)]

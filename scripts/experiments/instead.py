@@ -49,8 +49,8 @@ def payload_bytes(elements: int, bits: int) -> int:
 def coded(values: np.ndarray, bits: int) -> np.ndarray:
     """Round float32[n] to codes of this many bits, and return the decoded float32[n]."""
     if bits == 4:
-        codes, scales = codec.quantize_on_host(values, "int4")
-        return codec.dequantize_on_host(codes, scales, values.size, "int4")
+        codes, scales = codec.quantize_on_cpu(values, "int4")
+        return codec.dequantize_on_cpu(codes, scales, values.size, "int4")
     blocks = codec.to_blocks(np, values)
     signs = np.where(blocks < 0, np.float32(-1), np.float32(1))
     if bits == 1:
@@ -133,9 +133,9 @@ def _with_codes(bits: int, *, feedback: bool) -> None:
         payload = sends(self, fragment_id, local_step)
         layout = self._trainer.fragments[fragment_id].keys_shapes
         decoded = codec.decode(payload, layout, "float32")
-        life = self.life.learner_id, fragment_id
+        incarnation = self.incarnation.learner_id, fragment_id
         return codec.encode(
-            {key: rounded((*life, key), each.reshape(-1)).reshape(each.shape) for key, each in decoded.items()},
+            {key: rounded((*incarnation, key), each.reshape(-1)).reshape(each.shape) for key, each in decoded.items()},
             "float32",
         )
 

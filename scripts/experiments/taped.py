@@ -32,7 +32,7 @@ from diloco_jax.sim.network import LinkFaults, NetworkOptions
 from diloco_jax.sim.scenario import Scenario
 from diloco_jax.sim.tapes import LearnerTapes
 from diloco_jax.tools.replay.replay import Replay
-from diloco_jax.tools.replay.script import LearnerLife, MergedRound, as_simulated
+from diloco_jax.tools.replay.script import LearnerIncarnation, MergedRound, as_simulated
 from experiments.instead import payload_bytes, put_in_place
 from experiments.records import thinned
 
@@ -142,7 +142,7 @@ class Training(Replay):
         """Return the largest payload of a round over the mean one."""
         return max(self._sizes["up"]) / statistics.fmean(self._sizes["up"])
 
-    def on_loss(self, life: LearnerLife, step: Any, loss: float) -> None:
+    def on_loss(self, incarnation: LearnerIncarnation, step: Any, loss: float) -> None:
         self.losses.append(loss)
 
     def take(self, name: Any) -> Any:

@@ -26,7 +26,7 @@ A config is a YAML file with these keys; a key that it leaves out has its defaul
 settings: [choose your settings](settings.md) shows which ones. The [glossary](glossary.md) explains the terms, and
 [timeouts](timeouts.md) lists all waits in order.
 
-The settings of Google Cloud, GPU hosts and TPU generations are in the
+The settings of Google Cloud, GPU machines and TPU generations are in the
 [reference of launch](launch-reference.md#settings-of-a-launch). `diloco train CONFIG --settings` prints this page for
 one config, with `--all` those settings, too, and `diloco schema` prints the schema for editors
 ([install](install.md#a-config-in-an-editor)). Each setting has an anchor, its name without dots: a link to

@@ -83,7 +83,7 @@ class Fleet:
         self._programs = [self._environment(tree, step_s) for tree in trees]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         # The number of processes so far, by name.
-        self._lives: Counter[str] = Counter()
+        self._incarnations: Counter[str] = Counter()
         # The global step at the end of the old program, by name.
         self.since: dict[str, int] = {}
         values: dict[str, Any] = {
@@ -114,9 +114,9 @@ class Fleet:
         words = [SYNCER] if name == SYNCER else ["learner", "--island", name]
         words[1:1] = ["upgrade.yaml", "--run-dir", str(self.run)]
         if name != SYNCER:
-            self._lives[name] += 1
+            self._incarnations[name] += 1
             address = (self.run / ADDRESS_FILE).read_text(encoding="utf-8").strip()
-            words += ["--syncer", address, "--incarnation", str(self._lives[name])]
+            words += ["--syncer", address, "--incarnation", str(self._incarnations[name])]
         with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 [sys.executable, "-m", "diloco_jax", *words],
@@ -164,7 +164,7 @@ class Fleet:
 
     def merged(self, name: str) -> int:
         """Return the newest round that merged a value of an island's present process; 0 if there is none."""
-        tape = learner_tape_path(self.run, name, self._lives[name])
+        tape = learner_tape_path(self.run, name, self._incarnations[name])
         adopted = (line for line in (read_lines(tape) if tape.exists() else ()) if line.startswith('["adopt"'))
         return max((json.loads(line)[5] for line in adopted), default=0)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from twin.real_run import Life, RealRun, restarts, syncer_restarts
+from twin.real_run import Incarnation, RealRun, restarts, syncer_restarts
 
 # The delay of one way over loopback through a relay; the metrics of a run do not contain it.
 DELAY_S = 0.001
@@ -68,9 +68,9 @@ def calibrate(runs: Sequence[RealRun]) -> Calibration:
     gaps = [median(calm.periods_s[name]) - median(calm.steps_s[name]) for name in names]
     step_s = {name: median(periods[name]) for name in names}
     noise = median(_spread(periods[name]) / step_s[name] for name in names)
-    islands = [(fault, life, run) for run in runs for fault, life in restarts(run)]
+    islands = [(fault, incarnation, run) for run in runs for fault, incarnation in restarts(run)]
     syncers = [back_s - fault.at_s - _syncer_delay_s(run) for run in runs for fault, back_s in syncer_restarts(run)]
-    notices = [life.started_s - fault.at_s - run.settings.restart_delay_s for fault, life, run in islands]
+    notices = [incarnation.started_s - fault.at_s - run.settings.restart_delay_s for fault, incarnation, run in islands]
     notice_s = max(0.0, _median(notices, 0.05))
     return Calibration(
         step_s=step_s,
@@ -80,8 +80,17 @@ def calibrate(runs: Sequence[RealRun]) -> Calibration:
         merge_s=max(MERGE_MIN_S, _median(calm.syncs_s, 0.0) - 2 * DELAY_S),
         value_bytes=round(calm.value_bytes),
         notice_s=notice_s,
-        boot_s=_median([life.joined_s - life.started_s for _, life, _ in islands if life.joined_s is not None], 0.0),
-        ready_s=_median([_ready_s(life) for _, life, _ in islands if life.stepped_s is not None], 0.0),
+        boot_s=_median(
+            [
+                incarnation.joined_s - incarnation.started_s
+                for _, incarnation, _ in islands
+                if incarnation.joined_s is not None
+            ],
+            0.0,
+        ),
+        ready_s=_median(
+            [_ready_s(incarnation) for _, incarnation, _ in islands if incarnation.stepped_s is not None], 0.0
+        ),
         syncer_boot_s=max(0.0, _median(syncers, 0.0) - notice_s),
         restarts=len(islands),
         syncer_restarts=len(syncers),
@@ -92,9 +101,11 @@ def _syncer_delay_s(run: RealRun) -> float:
     return run.settings.syncer_restart_delay_s
 
 
-def _ready_s(life: Life) -> float:
-    assert life.joined_s is not None and life.stepped_s is not None, f"{life} stepped before it joined"
-    return life.stepped_s - life.joined_s
+def _ready_s(incarnation: Incarnation) -> float:
+    assert incarnation.joined_s is not None and incarnation.stepped_s is not None, (
+        f"{incarnation} stepped before it joined"
+    )
+    return incarnation.stepped_s - incarnation.joined_s
 
 
 def _spread(ordered: Sequence[float]) -> float:
@@ -104,9 +115,11 @@ def _spread(ordered: Sequence[float]) -> float:
 
 def _first_steps_s(run: RealRun) -> dict[str, float]:
     first: dict[str, float] = {}
-    for life in run.lives.values():
-        if life.stepped_s is not None:
-            first[life.name] = min(life.stepped_s - run.began_s, first.get(life.name, float("inf")))
+    for incarnation in run.incarnations.values():
+        if incarnation.stepped_s is not None:
+            first[incarnation.name] = min(
+                incarnation.stepped_s - run.began_s, first.get(incarnation.name, float("inf"))
+            )
     return first
 
 

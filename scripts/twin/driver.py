@@ -59,7 +59,7 @@ class ScheduleDriver(Observer):
         if not self._ledger.allows(fault, self._run.settings.names):
             return False
         if fault.target == SYNCER:
-            return self._cluster.host.process.alive
+            return self._cluster.syncer_node.process.alive
         return self._cluster.nodes[fault.target].process is not None
 
     def _begin(self, real: RealFault, fault: ChaosFault, now_s: float) -> None:

@@ -84,19 +84,23 @@ class Recorder(Observer):
     def _write(self, kind: str, now_s: float, **fields: Any) -> None:
         self.records.append({"kind": kind, "t": now_s + self._offset_s, **fields})
 
-    def _number(self, life: tuple[str, int], now_s: float) -> int:
+    def _number(self, incarnation: tuple[str, int], now_s: float) -> int:
         """Return the start of a process, which is before its greeting, in milliseconds of the clock."""
         started_s = BEGAN_UNIX_S + now_s + self._offset_s - CALIBRATION.boot_s
-        return self._started.setdefault(life, round(1000 * started_s))
+        return self._started.setdefault(incarnation, round(1000 * started_s))
 
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
         if not isinstance(message, StepReport):
             return
-        life = (message.learner_id, message.incarnation)
-        member = self._cluster.syncer.membership.get(*life)
-        if member is not None and message.local_step > self._steps.get(life, 0):
-            self._steps[life] = message.local_step
-            facts = {"learner": life[0], "incarnation": self._number(life, now_s), "local_step": message.local_step}
+        incarnation = (message.learner_id, message.incarnation)
+        member = self._cluster.syncer.membership.get(*incarnation)
+        if member is not None and message.local_step > self._steps.get(incarnation, 0):
+            self._steps[incarnation] = message.local_step
+            facts = {
+                "learner": incarnation[0],
+                "incarnation": self._number(incarnation, now_s),
+                "local_step": message.local_step,
+            }
             self._write("step", now_s, **facts, step_s=message.step_s)
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
@@ -104,13 +108,13 @@ class Recorder(Observer):
             if isinstance(effect, Note):
                 reason = effect.reason
                 if effect.kind == "joined":
-                    life = effect.members[0], int(reason.rpartition(" ")[2])
-                    reason = f"incarnation {self._number(life, now_s)}"
+                    incarnation = effect.members[0], int(reason.rpartition(" ")[2])
+                    reason = f"incarnation {self._number(incarnation, now_s)}"
                 facts = {"global_step": effect.global_step, "members": list(effect.members), "reason": reason}
                 self._write(effect.kind, now_s, **facts)
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
-        self._write("restarted", now_s, reason="life 2")
+        self._write("restarted", now_s, reason="epoch 2")
 
 
 def simulate_run(folder: Path, faults: Sequence[RealFault], seed: int = 0, offset_s: float = 10.0) -> Path:

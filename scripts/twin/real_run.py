@@ -54,7 +54,7 @@ class RealFault(NamedTuple):
 
 
 @dataclass(slots=True)
-class Life:
+class Incarnation:
     """One process of an island, from its start to its end."""
 
     name: str
@@ -84,7 +84,7 @@ class RealRun:
     rounds: int = 0
     faults: list[RealFault] = field(default_factory=list)
     # The processes of islands, by name and incarnation.
-    lives: dict[tuple[str, int], Life] = field(default_factory=dict)
+    incarnations: dict[tuple[str, int], Incarnation] = field(default_factory=dict)
     # By island: the times between the ends of two steps, and the reported times of steps.
     periods_s: dict[str, list[float]] = field(default_factory=dict)
     steps_s: dict[str, list[float]] = field(default_factory=dict)
@@ -146,13 +146,13 @@ def _read_metrics(run: RealRun, began_unix_s: float) -> None:
     for record in _lines(run.folder / "metrics.jsonl"):
         kind, now_s = record["kind"], record["t"]
         if kind == "step":
-            life = _life(run, record["learner"], record["incarnation"], began_unix_s)
-            _on_step(run, life, record)
+            incarnation = _incarnation_of(run, record["learner"], record["incarnation"], began_unix_s)
+            _on_step(run, incarnation, record)
             began_s.append(now_s - record["step_s"])
         elif kind == "joined":
             incarnation = int(record["reason"].rpartition(" ")[2])
-            life = _life(run, record["members"][0], incarnation, began_unix_s)
-            life.joined_s = now_s if life.joined_s is None else life.joined_s
+            incarnation = _incarnation_of(run, record["members"][0], incarnation, began_unix_s)
+            incarnation.joined_s = now_s if incarnation.joined_s is None else incarnation.joined_s
         elif kind == "closed":
             closed_s[record["global_step"]] = now_s
         elif kind == "merged":
@@ -168,19 +168,19 @@ def _read_metrics(run: RealRun, began_unix_s: float) -> None:
     run.began_s = min(began_s)
 
 
-def _life(run: RealRun, name: str, incarnation: int, began_unix_s: float) -> Life:
+def _incarnation_of(run: RealRun, name: str, incarnation: int, began_unix_s: float) -> Incarnation:
     """Return the process of this incarnation, which the supervisor numbers by its start in milliseconds."""
-    return run.lives.setdefault((name, incarnation), Life(name, incarnation / 1000 - began_unix_s))
+    return run.incarnations.setdefault((name, incarnation), Incarnation(name, incarnation / 1000 - began_unix_s))
 
 
-def _on_step(run: RealRun, life: Life, record: Mapping[str, Any]) -> None:
+def _on_step(run: RealRun, incarnation: Incarnation, record: Mapping[str, Any]) -> None:
     now_s, step = record["t"], record["local_step"]
-    if life.stepped_s is None:
-        life.stepped_s = now_s - record["step_s"]
-    elif step == life.steps + 1:
-        run.periods_s.setdefault(life.name, []).append(now_s - life.ended_s)
-        run.steps_s.setdefault(life.name, []).append(record["step_s"])
-    life.steps, life.ended_s = step, now_s
+    if incarnation.stepped_s is None:
+        incarnation.stepped_s = now_s - record["step_s"]
+    elif step == incarnation.steps + 1:
+        run.periods_s.setdefault(incarnation.name, []).append(now_s - incarnation.ended_s)
+        run.steps_s.setdefault(incarnation.name, []).append(record["step_s"])
+    incarnation.steps, incarnation.ended_s = step, now_s
 
 
 def _read_faults(path: Path) -> Iterator[RealFault]:
@@ -208,13 +208,17 @@ def _read_faults(path: Path) -> Iterator[RealFault]:
         )
 
 
-def restarts(run: RealRun) -> Iterator[tuple[RealFault, Life]]:
+def restarts(run: RealRun) -> Iterator[tuple[RealFault, Incarnation]]:
     """Yield the kills of islands, each with the process that replaced the killed one."""
     for fault in run.faults:
         if fault.kind in ("kill", "kill-donor"):
-            later = [life for life in run.lives.values() if life.name == fault.target and life.started_s > fault.at_s]
+            later = [
+                incarnation
+                for incarnation in run.incarnations.values()
+                if incarnation.name == fault.target and incarnation.started_s > fault.at_s
+            ]
             if later:
-                yield fault, min(later, key=lambda life: life.started_s)
+                yield fault, min(later, key=lambda incarnation: incarnation.started_s)
 
 
 def syncer_restarts(run: RealRun) -> Iterator[tuple[RealFault, float]]:

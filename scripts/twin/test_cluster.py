@@ -57,8 +57,8 @@ def test_goodput_is_the_time_inside_steps_over_the_time_of_all_islands() -> None
     cluster, steps, meter = run()
     busy_s = sum(
         end_s - begin_s
-        for life, ends in steps.ended.items()
-        for begin_s, end_s in zip(steps.began[life], ends, strict=False)
+        for incarnation, ends in steps.ended.items()
+        for begin_s, end_s in zip(steps.began[incarnation], ends, strict=False)
     )
     began_s = min(begun[0] for begun in steps.began.values())
     # The syncer counts from the first report that arrives.
@@ -87,7 +87,7 @@ def test_a_real_run_would_count_the_same_tape_alike() -> None:
     stats = RunStats(NAMES, 0, machine)
 
     def counted() -> Iterator[str]:
-        for line in cluster.host.tape:
+        for line in cluster.syncer_node.tape:
             if line.startswith('["StepReport"'):
                 _, then_s, *fields = json.loads(line)
                 stats.on_report(StepReport(*fields), then_s)

@@ -204,8 +204,8 @@ def test_times_rounds_and_faults_are_those_of_the_folder(tmp_path: Path) -> None
         fault("stop", "island-0", 39.0, number=2, at_step=8, duration_s=0.75),
         fault("kill-syncer", "syncer", 40.0, number=3, at_step=9),
     ]
-    ((_, life),) = restarts(run)
-    assert (life.started_s, life.joined_s, life.stepped_s) == (34.5, 36.0, 36.5)
+    ((_, incarnation),) = restarts(run)
+    assert (incarnation.started_s, incarnation.joined_s, incarnation.stepped_s) == (34.5, 36.0, 36.5)
     assert [back_s for _, back_s in syncer_restarts(run)] == [42.0]
 
 
@@ -229,7 +229,7 @@ def test_a_missing_report_does_not_lengthen_a_step(tmp_path: Path) -> None:
 
 def test_a_process_that_never_greeted_is_not_measured(tmp_path: Path) -> None:
     run = read_run(killed(tmp_path / "run"), ONE)
-    run.lives["island-0", SECOND].joined_s = run.lives["island-0", SECOND].stepped_s = None
+    run.incarnations["island-0", SECOND].joined_s = run.incarnations["island-0", SECOND].stepped_s = None
     measured = calibrate([run])
     assert (measured.boot_s, measured.ready_s, measured.notice_s) == (0.0, 0.0, 0.5)
 

@@ -16,7 +16,7 @@ from diloco_jax.runtime.local import check_input
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.tools.doctor import examine
-from diloco_jax.tools.doctor.host import ProcessPart, part_of
+from diloco_jax.tools.doctor.machine import ProcessPart, part_of
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.transport.trust import certificates
 from tests.cli.catalogue import COMMAND_LINES, CONFIGS, FOUND_BY_DOCTOR, Wrong

@@ -20,7 +20,7 @@ from flax import nnx
 from diloco_jax.core.merge import token_weights
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse
-from diloco_jax.tools.replay.lives import TapedStep, read_entries
+from diloco_jax.tools.replay.learner_tapes import TapedStep, read_entries
 from diloco_jax.tools.replay.replay import Replay
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import SampleOrder

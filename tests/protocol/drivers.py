@@ -48,7 +48,7 @@ class Value(NamedTuple):
 
 
 def value_of(fragment_id: int, version: int, epoch: int) -> Value:
-    """Return the value of a merge; each fragment, round and life of the syncer has another one."""
+    """Return the value of a merge; each fragment, round and epoch of the syncer has another one."""
     return Value(version, 1 + epoch + 1_000 * version + 100_000_000 * (fragment_id + 1))
 
 

@@ -17,7 +17,7 @@ from diloco_jax.protocol.learner.recovery import Saved
 from diloco_jax.protocol.messages import STOPPED_OUTSIDE, SYNCER, FragmentValue, Heartbeat, Message, Refuse
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.tape import Moment, TapedSyncer, lives, replay
+from diloco_jax.protocol.syncer.tape import Moment, TapedSyncer, count_epochs, replay
 from tests.protocol.drivers import LearnerDriver, SyncerDriver, check_fates, saved_by
 from tests.protocol.prose import effect_text, message_text
 
@@ -274,7 +274,7 @@ class Pair:
         newest = self.driver.snapshots[-1]
         self.syncer = self._new_syncer()
         self._taped = TapedSyncer(self.syncer, self.tape.append)
-        epoch = lives(self.tape) + 1
+        epoch = count_epochs(self.tape) + 1
         self._run_syncer(self._taped.on_rewind(json.loads(newest.state), newest.global_step, epoch, self.now_s))
 
     def merges(self) -> list[Merge]:

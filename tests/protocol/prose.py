@@ -57,28 +57,28 @@ def versions_text(versions: Iterable[int]) -> str:
     return " ".join("-" if version < 0 else str(version) for version in versions)
 
 
-def _life(epoch: int) -> str:
-    # Most stories have only one life of the syncer.
-    return f", life {epoch}" if epoch > 1 else ""
+def _epoch(epoch: int) -> str:
+    # Most stories have only one epoch of the syncer.
+    return f", epoch {epoch}" if epoch > 1 else ""
 
 
 def message_text(message: Any) -> str:
-    """Describe a message in one line; the syncer's life is shown if it is not the first."""
+    """Describe a message in one line; the syncer's epoch is shown if it is not the first."""
     match message:
         case m.Hello(_, incarnation, _, versions):
-            return f"Hello, incarnation {incarnation}, holds [{versions_text(versions)}]{_life(message.epoch)}"
+            return f"Hello, incarnation {incarnation}, holds [{versions_text(versions)}]{_epoch(message.epoch)}"
         case m.StepReport():
             held = versions_text(a.version for a in message.adopted)
             return f"StepReport, step {message.local_step}, {message.tokens} tokens, holds [{held}]"
         case m.Welcome(global_step, versions, epoch):
-            return f"Welcome at global step {global_step}, versions [{versions_text(versions)}]{_life(epoch)}"
+            return f"Welcome at global step {global_step}, versions [{versions_text(versions)}]{_epoch(epoch)}"
         case m.Lease(first_sample, start, stop):
             book, first = divmod(first_sample, BOOK)
             of = f" of its book {book + 1}" if book else ""
             return f"Lease of samples {start} to {stop - 1}, its own from {first}{of} on"
         case m.GlobalFragment(global_step, fragment_id, version, epoch):
             step = f" as a step from {message.base}" if message.base >= 0 else ""
-            return f"GlobalFragment {fragment_id}, version {version}{step}, at global step {global_step}{_life(epoch)}"
+            return f"GlobalFragment {fragment_id}, version {version}{step}, at global step {global_step}{_epoch(epoch)}"
         case m.StateRequest(_, _, clock, donor, donor_step, part):
             of = f"part {part} of the state of {donor} as after step {donor_step}"
             return f"StateRequest, {of if donor else f'of anybody who has seen global step {clock}'}"

@@ -80,7 +80,7 @@ def test_the_steps_end_a_run_that_comes_to_them_first() -> None:
         new(0)
 
 
-def test_a_value_of_a_life_that_was_replaced_does_not_count() -> None:
+def test_a_value_of_a_incarnation_that_was_replaced_does_not_count() -> None:
     syncer = new(1000)
     syncer.on_message(report("a", 1), 1.0)
     syncer.on_message(value("a", 1, 1, 1), 1.0)

@@ -52,7 +52,7 @@ def test_a_newcomer_is_joining_and_does_not_count_as_live() -> None:
         (hello("a" * 65), ["is not allowed"]),
         (hello(versions=(-1,)), ["1 versions and 1 digests offered, 2 fragments expected", "same config"]),
         (hello()._replace(digests=(0,)), ["2 versions and 1 digests offered, 2 fragments"]),
-        (hello()._replace(epoch=4), ["a has heard of life 4 of the syncer, this is life 3", "stop it"]),
+        (hello()._replace(epoch=4), ["a has heard of epoch 4 of the syncer, this is epoch 3", "stop it"]),
     ],
 )
 def test_refusals_say_what_differs_and_what_to_do(message: Hello, words: list[str]) -> None:
@@ -169,7 +169,9 @@ def test_a_learner_that_remembers_a_void_version_is_refused() -> None:
         True,
     ]
     refusal = members.refusal(hello()._replace(epoch=3), 5, 4)
-    assert "a belongs to life 3 of the run, which went back to a snapshot in life 4; start the learner again" in refusal
+    assert (
+        "a belongs to epoch 3 of the run, which went back to a snapshot in epoch 4; start the learner again" in refusal
+    )
 
 
 def test_an_expelled_incarnation_is_refused_and_the_next_is_not() -> None:

@@ -21,11 +21,11 @@ NAMES = ("a", "b", "c")
 TOTAL_STEPS = 24
 # The wire loses its oldest messages beyond this number.
 WIRE_MAX = 400
-LIVES_MAX = 12  # of one learner
+INCARNATIONS_MAX = 12  # of one learner
 # A run must complete within so many rounds of steps after its last fault.
 HEALING_MAX = 400
 
-Life = tuple[str, int]
+Incarnation = tuple[str, int]
 
 
 class Machine(RuleBasedStateMachine):
@@ -64,8 +64,8 @@ class Machine(RuleBasedStateMachine):
         self.lineage = 0
         # (lineage, fragment, version) -> digest
         self.made: dict[tuple[int, int, int], int] = {}
-        # life of a learner -> its sample -> index
-        self.samples: dict[Life, dict[int, int]] = {}
+        # incarnation of a learner -> its sample -> index
+        self.samples: dict[Incarnation, dict[int, int]] = {}
         # Number of messages that the model has counted.
         self.seen = 0
         self.begun = True
@@ -73,7 +73,7 @@ class Machine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES))
     def start(self, name: str) -> None:
         """Start a new process; an older one of this name ends without a message."""
-        if self.incarnations[name] < LIVES_MAX:
+        if self.incarnations[name] < INCARNATIONS_MAX:
             self.incarnations[name] += 1
             self.pair.join(name, incarnation=self.incarnations[name], step_samples=1 + NAMES.index(name))
 
@@ -193,7 +193,7 @@ class Machine(RuleBasedStateMachine):
                 assert learner.may_step() or learner.state == STOPPED, f"{name} waits as {learner.state}"
 
     @invariant()
-    def every_index_is_one_life_s(self) -> None:
+    def every_index_is_one_incarnation_s(self) -> None:
         """A sample of a process keeps its index, and no index is leased twice, or leased and free."""
         pair = self.pair
         for _, receiver, message in pair.sent[self.seen :]:
@@ -236,7 +236,7 @@ class Machine(RuleBasedStateMachine):
             pair.wait(1.0)
         assert pair.syncer.finished, f"it never completes: {pair.syncer.waiting_for(pair.now_s)}"
         self.a_version_is_one_value()
-        self.every_index_is_one_life_s()
+        self.every_index_is_one_incarnation_s()
         pair.check_replay()
 
 

@@ -137,10 +137,10 @@ def restarted() -> Syncer:
     return syncer
 
 
-def test_a_restart_forgets_links_and_rounds_and_counts_the_life() -> None:
+def test_a_restart_forgets_links_and_rounds_and_counts_the_epoch() -> None:
     syncer = lived()
     effects = syncer.on_restart(**HELD_ALL, now_s=5.0)
-    assert effects == [Note("restarted", 2, -1, (), "life 2 of the syncer"), Discard(2), Discard(3)]
+    assert effects == [Note("restarted", 2, -1, (), "epoch 2 of the syncer"), Discard(2), Discard(3)]
     assert {m.state for m in syncer.membership.members.values()} == {DISCONNECTED} and syncer.membership.live == 0
     assert not syncer.restoring, "the driver has every value"
     syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=1), 6.0)
@@ -345,14 +345,14 @@ def test_a_merge_that_died_is_given_up() -> None:
     assert syncer.global_step == 2
 
 
-def test_learners_of_every_earlier_life_are_welcome_and_of_a_later_one_are_not() -> None:
+def test_learners_of_every_earlier_epoch_are_welcome_and_of_a_later_one_are_not() -> None:
     syncer = lived()
     for now_s in (5.0, 6.0):
         syncer.on_restart(**HELD_ALL, now_s=now_s)
     for epoch in (1, 2, 3, 0):
         assert isinstance(sent(syncer.on_message(hello("a", versions=(0, 1, 0, 0), epoch=epoch), 7.0))[0], Welcome)
     (refusal,) = sent(syncer.on_message(hello("a", epoch=4), 8.0))
-    assert isinstance(refusal, Refuse) and "has heard of life 4" in refusal.reason
+    assert isinstance(refusal, Refuse) and "has heard of epoch 4" in refusal.reason
 
 
 def test_the_end_of_a_run_survives_a_death_before_its_last_snapshot() -> None:
@@ -368,7 +368,7 @@ def test_the_end_of_a_run_survives_a_death_before_its_last_snapshot() -> None:
     assert only(effects, Restore) and sent(effects, "a") == [Stop(1, "run complete")] and only(effects, Finish)
 
 
-def test_a_rewind_begins_a_life_that_knows_nobody() -> None:
+def test_a_rewind_begins_an_epoch_that_knows_nobody() -> None:
     syncer = lived()
     state = json.loads(json.dumps(syncer.state()))
     for name in ("a", "b"):
@@ -377,14 +377,14 @@ def test_a_rewind_begins_a_life_that_knows_nobody() -> None:
     again = new(quorum=2, restore_s=10.0)
     again.restore(state)
     effects = again.on_rewind(4, 50.0)
-    assert effects[0] == Note("restarted", 2, -1, (), "life 4, from the snapshot")
+    assert effects[0] == Note("restarted", 2, -1, (), "epoch 4, from the snapshot")
     assert (again.versions, again.epoch, again.restoring) == ([0, 1, 0, 0], 4, False)
     for epoch, kind in [(1, Refuse), (3, Refuse), (4, Welcome), (0, Welcome)]:
         answer = sent(again.on_message(hello("a", versions=(0, 1, 0, 0), epoch=epoch), 51.0))[0]
         assert isinstance(answer, kind), epoch
 
 
-def test_a_life_cannot_be_numbered_like_an_earlier_one() -> None:
+def test_an_epoch_cannot_be_numbered_like_an_earlier_one() -> None:
     syncer = lived()
     with pytest.raises(AssertionError, match="epoch 1 after 1"):
         syncer.on_rewind(1, 5.0)
@@ -392,7 +392,7 @@ def test_a_life_cannot_be_numbered_like_an_earlier_one() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_what_somebody_holds_is_never_lost(seed: int) -> None:
-    """The syncer dies at any input, sometimes twice; everybody who lives comes back with what it holds."""
+    """The syncer dies at any input, sometimes twice; everybody who still runs comes back with what it holds."""
     rng = random.Random(seed)
     pair = Pair(total_steps=10_000, overlap_steps=rng.choice([1, 2]), quorum=2, snapshot_every=rng.choice([0, 2, 5]))
     pair.join("a", "b", "c")

@@ -203,14 +203,14 @@ def test_a_gap_is_asked_for_once() -> None:
     assert machine.wants(whole(0, 7), 4.0), "a whole value helps"
 
 
-def test_a_later_life_of_the_syncer_may_continue_from_an_earlier_version() -> None:
+def test_a_later_epoch_of_the_syncer_may_continue_from_an_earlier_version() -> None:
     machine = learner()
     take(machine, whole(0, 5))
     assert not machine.wants(step(0, 3, 7, epoch=2), 2.0), "5 is lost, and 7 was made of 3"
     assert machine.wants(whole(0, 3, epoch=2), 2.0)
     machine.on_read(whole(0, 3, epoch=2), 1.0)
     assert machine.wants(step(0, 3, 7, epoch=2), 2.0)
-    assert not machine.wants(step(0, 3, 9, epoch=1), 2.0), "late, of the life before"
+    assert not machine.wants(step(0, 3, 9, epoch=1), 2.0), "late, of the epoch before"
 
 
 def test_heads_outlive_the_link() -> None:
@@ -317,7 +317,7 @@ def test_a_learner_that_missed_a_version_learns_later_that_it_has_a_share_in_it(
     back = syncer.on_message(hello("b", versions=(0,)), 5.0)
     assert told(list(sent(back, "b"))) == [(1, 1)]
     newer = syncer.on_message(hello("b", 2, versions=(NO_VERSION,)), 6.0)
-    assert told(list(sent(newer, "b"))) == [(1, NO_VERSION)], "its next life gave nothing"
+    assert told(list(sent(newer, "b"))) == [(1, NO_VERSION)], "its next incarnation gave nothing"
 
 
 def test_what_a_learner_gave_is_told_after_a_restart() -> None:

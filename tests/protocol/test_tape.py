@@ -24,7 +24,7 @@ from diloco_jax.protocol.messages import (
 )
 from diloco_jax.protocol.releases import PROTOCOL, RELEASE, RULES, STAMP, OtherRelease, decided_elsewhere
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.tape import Moment, Moments, TapedSyncer, lives, replay, returns, stamps
+from diloco_jax.protocol.syncer.tape import Moment, Moments, TapedSyncer, count_epochs, replay, returns, stamps
 from tests.drawn import examples
 from tests.protocol.pair import FINGERPRINT, Pair
 from tests.protocol.steady import STEADY
@@ -165,7 +165,7 @@ def test_restarts_and_rewinds_are_inputs_like_others() -> None:
     pair.join("a", "b", incarnation=2)
     pair.rounds(1, "a", "b")
     kinds = [json.loads(line)[0] for line in pair.tape]
-    assert kinds.count("restart") == kinds.count("rewind") == 1 and lives(pair.tape) == 3
+    assert kinds.count("restart") == kinds.count("rewind") == 1 and count_epochs(pair.tape) == 3
     pair.check_replay()
 
 
@@ -259,7 +259,7 @@ def test_a_tape_of_other_rules_names_them() -> None:
     assert "0.1 decided it" in decided_elsewhere(stamps(["no line", *unstamped]))
 
 
-def test_every_life_carries_the_stamp_of_its_release_and_one_that_is_not_read_is_refused() -> None:
+def test_every_epoch_carries_the_stamp_of_its_release_and_one_that_is_not_read_is_refused() -> None:
     pair = lived(5)
     pair.restart_syncer()
     pair.connect("a", "b")

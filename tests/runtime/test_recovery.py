@@ -48,7 +48,7 @@ class Job:
         return next(pid for pid, command in processes_of(self.run_dir).items() if f"--island {name}" in command)
 
     def tapes(self, name: str) -> list[Path]:
-        """The tapes of its lives, oldest first."""
+        """The tapes of its incarnations, oldest first."""
         return sorted((self.run_dir / "tapes").glob(f"{name}.*.jsonl"))
 
     def merged_with(self, name: str) -> list[float]:
@@ -61,9 +61,9 @@ class Job:
         wait_for(lambda: status(self.run_dir).get("global_step", 0) > 10, "training", self.process)
         wait_for(lambda: all(self.merged_with(name) for name in names), "a value of each in a merge", self.process)
 
-    def await_life(self, name: str, number: int) -> list[list[Any]]:
-        """Wait for the first step of this life; returns its tape until then."""
-        wait_for(lambda: len(self.tapes(name)) >= number, f"life {number} of {name}", self.process)
+    def await_incarnation(self, name: str, number: int) -> list[list[Any]]:
+        """Wait for the first step of this incarnation; returns its tape until then."""
+        wait_for(lambda: len(self.tapes(name)) >= number, f"incarnation {number} of {name}", self.process)
         path = self.tapes(name)[number - 1]
         wait_for(lambda: any(line[0] == "step" for line in json_lines(path)), f"a step of {path.name}", self.process)
         return json_lines(path)
@@ -97,7 +97,7 @@ def test_a_killed_island_returns_with_a_healthy_ones_state_and_nobody_waits(tmp_
     jobs.append(job)
     job.await_everybody(["island-0", "island-1"])
     os.kill(job.pid("island-1"), signal.SIGKILL)
-    tape = job.await_life("island-1", 2)
+    tape = job.await_incarnation("island-1", 2)
     ((_, donor, donor_incarnation, donor_step, fragments),) = lines(tape, "state")
     assert donor == "island-0" and set(fragments) <= set(range(6))
     assert tape.index(lines(tape, "state")[0]) < tape.index(lines(tape, "step")[0])
@@ -111,7 +111,7 @@ def test_a_killed_island_returns_with_a_healthy_ones_state_and_nobody_waits(tmp_
     words = ["--island", "stranger", "--preemption", notice]
     stranger = start("learner", config, *words, "--islands.batch_size", 8, step_s=SLOW_STEP_S)
     try:
-        tape = job.await_life("stranger", 1)
+        tape = job.await_incarnation("stranger", 1)
         assert tape[0][1:4] == ["stranger", tape[0][2], 8] and len(lines(tape, "state")) == 1
         wait_for(lambda: job.merged_with("stranger"), "a merge with the stranger")
         notice.touch()
@@ -159,10 +159,10 @@ def test_another_donor_replaces_one_that_dies_in_the_middle(tmp_path: Path, jobs
     victim = job.pid(donor)
     # The transfer must not finish while the test looks.
     os.kill(victim, signal.SIGSTOP)
-    wait_for(lambda: len(job.tapes("island-1")) == 2, "the second life")
+    wait_for(lambda: len(job.tapes("island-1")) == 2, "the second incarnation")
     assert lines(json_lines(job.tapes("island-1")[1]), "state") == [], "the transfer was over too soon for this test"
     os.kill(victim, signal.SIGKILL)
-    ((_, second, *_),) = lines(job.await_life("island-1", 2), "state")
+    ((_, second, *_),) = lines(job.await_incarnation("island-1", 2), "state")
     assert second in ("island-0", "island-2") and second != donor
     job.end()
 
@@ -187,7 +187,7 @@ def test_an_island_without_peers_loads_what_it_saved_or_continues_from_the_synce
     folder = job.run_dir / "states" / "island-0"
     wait_for(lambda: any(lines(json_lines(tape), "saved")[1:] for tape in job.tapes("island-0")), "saves")
     os.kill(job.pid("island-0"), signal.SIGKILL)
-    tape = job.await_life("island-0", 2)
+    tape = job.await_incarnation("island-0", 2)
     ((_, donor, incarnation, local_step, _),) = lines(tape, "state")
     first = json_lines(job.tapes("island-0")[0])
     assert (donor, incarnation) == ("", first[0][2])
@@ -197,7 +197,7 @@ def test_an_island_without_peers_loads_what_it_saved_or_continues_from_the_synce
     os.kill(job.pid("island-0"), signal.SIGKILL)
     # The next process of the island must not find its state.
     shutil.rmtree(folder)
-    tape = job.await_life("island-0", 3)
+    tape = job.await_incarnation("island-0", 3)
     assert lines(tape, "state", "staged_state") == []
     left = max(line[2] for line in lines(json_lines(job.tapes("island-0")[1]), "adopt"))
     assert max(line[2] for line in lines(tape, "adopt")) >= left > 0, "it began again from the initial model"
@@ -229,7 +229,7 @@ def test_moments_that_travel_for_five_turns_arrive_and_no_round_waits_for_them(t
         words = ["--island", "stranger", "--syncer", narrow.address, "--islands.batch_size", 1]
         stranger = start("learner", job.run_dir / "config.yaml", *words, step_s=0.25)
         try:
-            ((_, donor, _, donor_step, _),) = lines(job.await_life("stranger", 1), "state")
+            ((_, donor, _, donor_step, _),) = lines(job.await_incarnation("stranger", 1), "state")
             took = len([line for line in lines(json_lines(job.tapes(donor)[0]), "step") if line[1] > donor_step])
             joined_s = next(r["t"] for r in job.records("joined") if r["members"] == ["stranger"])
             rounds = [r["t"] for r in job.records("merged")]

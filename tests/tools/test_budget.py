@@ -19,8 +19,8 @@ from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.budget.memory import chip_memory
 from diloco_jax.tools.budget.needs import IslandKind
 from diloco_jax.tools.doctor import examine as examining
-from diloco_jax.tools.doctor.host import Check, ProcessPart
 from diloco_jax.tools.doctor.link import _throughput
+from diloco_jax.tools.doctor.machine import Check, ProcessPart
 from diloco_jax.tools.doctor.probing import Greeting, Rate
 from diloco_jax.tools.launch.needs import describe_needs, needs_of
 from diloco_jax.tools.launch.write import WAYS

@@ -5,7 +5,7 @@
             loss = train_step(model, optimizer, load(island.next_samples()))
             island.after_step(loss)
 
-Only the fragments that are due are copied between the module and host memory; docs/pytorch.md explains it.
+Only the fragments that are due are copied between the module and CPU memory; docs/pytorch.md explains it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, and of host arrays into tensors; a loop on a GPU waits for neither.
+"""Copies of tensors in CPU memory, and of CPU arrays into tensors; a loop on a GPU waits for neither.
 
 Out of a GPU, the tensor is first copied on the device, in the stream of the loop. A second stream moves that copy to
 pinned memory, so the next step may change the tensor at once. Into a GPU, the array goes through pinned memory in the
@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-HostArray = np.ndarray[Any, Any]
+CpuArray = np.ndarray[Any, Any]
 # NumPy has bfloat16 only through ml_dtypes, so such tensors pass as integers of 16 bits.
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES: dict[torch.dtype, np.dtype[Any]] = {
@@ -32,7 +32,7 @@ DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 
 
 class TensorCopy:
-    """A copy of a tensor in host memory, or on its way there.
+    """A copy of a tensor in CPU memory, or on its way there.
 
     Args:
         tensor: The copy on the CPU, contiguous.
@@ -49,19 +49,19 @@ class TensorCopy:
         """Tell whether `__array__` need not wait."""
         return self._arrived is None or bool(self._arrived.query())
 
-    def __array__(self, dtype: Any = None, /, *, copy: bool | None = None) -> HostArray:
+    def __array__(self, dtype: Any = None, /, *, copy: bool | None = None) -> CpuArray:
         """Wait for the copy, and return it without another one; any thread may call it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         if self.dtype == BFLOAT16:
-            found: HostArray = self._tensor.view(torch.int16).numpy().view(BFLOAT16)
+            found: CpuArray = self._tensor.view(torch.int16).numpy().view(BFLOAT16)
         else:
             found = self._tensor.numpy()
         return found if dtype is None or dtype == found.dtype else found.astype(dtype)
 
 
 def start_copy(tensor: torch.Tensor) -> TensorCopy:
-    """Start to copy a tensor, as it is after the newest step, to host memory; of a GPU's tensor, return at once."""
+    """Start to copy a tensor, as it is after the newest step, to CPU memory; of a GPU's tensor, return at once."""
     source = tensor.detach()
     if not source.is_cuda:
         return TensorCopy(source.to("cpu").clone(memory_format=torch.contiguous_format))
@@ -78,8 +78,8 @@ def start_copy(tensor: torch.Tensor) -> TensorCopy:
     return TensorCopy(host, arrived)
 
 
-def fill(tensor: torch.Tensor, value: HostArray) -> None:
-    """Copy a host array into a tensor or a view of one, in place, before the next step."""
+def fill(tensor: torch.Tensor, value: CpuArray) -> None:
+    """Copy a CPU array into a tensor or a view of one, in place, before the next step."""
     host = as_tensor(value)
     if tensor.is_cuda:
         host = host.pin_memory()
@@ -88,8 +88,8 @@ def fill(tensor: torch.Tensor, value: HostArray) -> None:
         tensor.detach().copy_(host, non_blocking=tensor.is_cuda)
 
 
-def as_tensor(value: HostArray) -> torch.Tensor:
-    """Return a tensor on the CPU with the values of a host array, which it may share."""
+def as_tensor(value: CpuArray) -> torch.Tensor:
+    """Return a tensor on the CPU with the values of a CPU array, which it may share."""
     # PyTorch warns of memory that must not be written, and a view of one is written by mistake.
     plain = np.require(value, requirements=("C", "W"))
     if plain.dtype == BFLOAT16:

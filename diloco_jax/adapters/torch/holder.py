@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from diloco_jax.adapters.torch.copies import DTYPES, HostArray, as_tensor, fill, start_copy
+from diloco_jax.adapters.torch.copies import DTYPES, CpuArray, as_tensor, fill, start_copy
 from diloco_jax.adapters.torch.moments import Scheduler, TorchMoments
 from diloco_jax.adapters.torch.names import Names, placed_parameters, plain, tables, unwrapped
 from diloco_jax.core.fragments import Slice, whole
-from diloco_jax.runtime.own_loop.host_arrays import HostArrays
+from diloco_jax.runtime.own_loop.cpu_arrays import CpuArrays
 from diloco_jax.training.island_state import IslandState
 from diloco_jax.training.sharding import LogicalAxes
-from diloco_jax.training.whole_state.staging import HostCopy
+from diloco_jax.training.whole_state.staging import CpuCopy
 
 
 class TorchHolder:
@@ -59,13 +59,13 @@ class TorchHolder:
             path: ("vocab", None) for path, placed in self._placed.items() if placed.name in of_tables
         }
 
-    def read(self, pieces: Sequence[Slice]) -> dict[str, HostCopy]:
+    def read(self, pieces: Sequence[Slice]) -> dict[str, CpuCopy]:
         """Start to copy pieces of the parameters; ValueError if the module has other parameters by now."""
         for path in {part.path for part in pieces}:
             self._check_present(path)
         return {part.key: start_copy(self._placed[part.path].piece(part)) for part in pieces}
 
-    def write(self, values: Mapping[Slice, HostArray]) -> None:
+    def write(self, values: Mapping[Slice, CpuArray]) -> None:
         """Replace pieces of the parameters, in place: optimizers and views keep them."""
         for part, value in values.items():
             fill(self._placed[part.path].piece(part), value)
@@ -82,15 +82,15 @@ class TorchHolder:
                 "reach the run; change parameters in place (parameter.data.copy_), or attach after the replacement"
             )
 
-    def moments(self) -> dict[str, HostCopy]:
+    def moments(self) -> dict[str, CpuCopy]:
         """Start to copy the optimizers' state, the buffers and the schedulers' numbers."""
         return self._moments.read()
 
-    def set_moments(self, leaf: Callable[[str], HostArray]) -> None:
+    def set_moments(self, leaf: Callable[[str], CpuArray]) -> None:
         """Replace the optimizers' state, the buffers and the schedulers' numbers."""
         self._moments.write(leaf)
 
-    def tensors(self, values: Mapping[str, HostArray]) -> dict[str, torch.Tensor]:
+    def tensors(self, values: Mapping[str, CpuArray]) -> dict[str, torch.Tensor]:
         """Return values by path as tensors on the CPU, by the module's names and in its layouts; shared ones twice."""
         by_parameter = {}
         for path, placed in self._placed.items():
@@ -99,10 +99,10 @@ class TorchHolder:
         named = self._module.named_parameters(remove_duplicate=False)
         return {plain(name): by_parameter[id(value)] for name, value in named if id(value) in by_parameter}
 
-    def evaluate(self, function: Callable[[nn.Module], Any], values: Mapping[str, HostArray]) -> Any:
+    def evaluate(self, function: Callable[[nn.Module], Any], values: Mapping[str, CpuArray]) -> Any:
         """Call a function of the module, in evaluation mode, with these parameters for the time of the call."""
         parts = {path: whole(path) for path in self._placed}
-        # Clones on the same device, because the way to the host is long.
+        # Clones on the same device, because copies to CPU memory take long.
         before = {path: placed.parameter.detach().clone() for path, placed in self._placed.items()}
         modes = [(inner, inner.training) for inner in self._given.modules()]
         try:
@@ -123,13 +123,13 @@ class TorchArrays:
 
     def __init__(self, holder: TorchHolder, axes: Mapping[str, LogicalAxes] | None = None) -> None:
         self._holder = holder
-        self._arrays = HostArrays(holder, axes)
+        self._arrays = CpuArrays(holder, axes)
         self.forms, self.shapes, self.kinds = self._arrays.forms, self._arrays.shapes, self._arrays.kinds
         self.has_moments = self._arrays.has_moments
         self.devices: list[jax.Device] = []
 
     @property
-    def initial(self) -> Mapping[str, HostCopy]:
+    def initial(self) -> Mapping[str, CpuCopy]:
         """Return copies of the parameters, by path."""
         return self._arrays.initial
 
@@ -141,12 +141,12 @@ class TorchArrays:
         """Do nothing: the module has what was loaded."""
 
     def metrics(self, given: Any) -> Any:
-        """Start to copy tensors among a step's metrics to host memory."""
+        """Start to copy tensors among a step's metrics to CPU memory."""
         if isinstance(given, Mapping):
             return {name: self.metrics(value) for name, value in given.items()}
         return start_copy(given) if isinstance(given, torch.Tensor) else given
 
-    def tree(self, params: Mapping[str, HostArray]) -> dict[str, HostArray]:
+    def tree(self, params: Mapping[str, CpuArray]) -> dict[str, CpuArray]:
         """Return parameters by path, for `TorchHolder.evaluate`."""
         return dict(params)
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from diloco_jax.adapters.torch.copies import DTYPES, HostArray, fill, start_copy
+from diloco_jax.adapters.torch.copies import DTYPES, CpuArray, fill, start_copy
 from diloco_jax.adapters.torch.names import plain
 from diloco_jax.training.exchanged import OPTIMIZER, OTHER
-from diloco_jax.training.whole_state.staging import HostCopy
+from diloco_jax.training.whole_state.staging import CpuCopy
 
 BUFFERS, SCHEDULER, GROUPS = OTHER + "buffers/", OTHER + "scheduler/", OTHER + "groups/"
 # The entry of an optimizer's state that counts steps.
@@ -61,14 +61,14 @@ class Slot(NamedTuple):
     # The entry as a new optimizer has it.
     first: FirstTensor | bool | int | float
 
-    def copy(self) -> HostCopy:
+    def copy(self) -> CpuCopy:
         """Start to copy the entry; the first one if the parameter has made no step."""
         value = self.optimizer.state.get(self.parameter, {}).get(self.key, self.first)
         if isinstance(value, FirstTensor):
             return np.full(value.shape, value.number, DTYPES[value.dtype])
         return start_copy(value) if isinstance(value, torch.Tensor) else np.array(value)
 
-    def set(self, value: HostArray) -> None:
+    def set(self, value: CpuArray) -> None:
         """Replace the entry, in place if there is one."""
         state = self.optimizer.state[self.parameter]
         if not isinstance(self.first, FirstTensor):
@@ -155,9 +155,9 @@ class TorchMoments:
                 "attach() gets, or attach the module that it trains"
             )
 
-    def read(self) -> dict[str, HostCopy]:
-        """Start to copy everything to host memory, and return the copies by name."""
-        found: dict[str, HostCopy] = {name: slot.copy() for name, slot in self._slots.items()}
+    def read(self) -> dict[str, CpuCopy]:
+        """Start to copy everything to CPU memory, and return the copies by name."""
+        found: dict[str, CpuCopy] = {name: slot.copy() for name, slot in self._slots.items()}
         for name, buffer in self._live_buffers().items():
             found[BUFFERS + plain(name).replace(".", "/")] = start_copy(buffer)
         trees = {folder: scheduler.state_dict() for folder, scheduler in self._schedulers.items()}
@@ -168,7 +168,7 @@ class TorchMoments:
                 found[folder + name] = np.array(number, np.float64)
         return found
 
-    def write(self, leaf: Callable[[str], HostArray]) -> None:
+    def write(self, leaf: Callable[[str], CpuArray]) -> None:
         """Replace everything; `leaf` returns the array of a name."""
         for name, slot in self._slots.items():
             slot.set(leaf(name))

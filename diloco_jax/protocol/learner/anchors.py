@@ -27,7 +27,7 @@ AGO_DIGITS = 4
 
 
 class Anchors:
-    """The version of each fragment that a learner holds, and the life of the syncer that made it."""
+    """The version of each fragment that a learner holds, and the epoch of the syncer that made it."""
 
     def __init__(self, effects: Effects, num_fragments: int) -> None:
         self._effects = effects
@@ -35,9 +35,9 @@ class Anchors:
         self.adopted: tuple[Adopted, ...] = (Adopted(),) * num_fragments
         # Digests of these values.
         self.digests = [0] * num_fragments
-        # Newest known life of the syncer.
+        # Newest known epoch of the syncer.
         self.epoch = 0
-        # For each value, the life of the syncer that sent it.
+        # For each value, the epoch of the syncer that sent it.
         self._epochs = [0] * num_fragments
 
     @property
@@ -46,7 +46,7 @@ class Anchors:
         return tuple([held.version for held in self.adopted])
 
     def is_news(self, message: GlobalFragment) -> bool:
-        """Return whether a value replaces the held one: it is newer, or another value from a later life."""
+        """Return whether a value replaces the held one: it is newer, or another value from a later epoch."""
         held = self.adopted[message.fragment_id].version
         if (message.epoch, message.version) <= (self._epochs[message.fragment_id], held):
             # The message is a duplicate, or a newer one overtook it.

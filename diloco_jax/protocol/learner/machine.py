@@ -541,5 +541,5 @@ class Learner:
 
     @property
     def epoch(self) -> int:
-        """Return the newest known life of the syncer."""
+        """Return the newest known epoch of the syncer."""
         return self.anchors.epoch

@@ -331,7 +331,7 @@ class Donor:
     def __init__(self, effects: Effects, learner_id: str, incarnation: int) -> None:
         self._effects = effects
         self._who = (learner_id, incarnation)
-        # Local step of each state in host memory -> the clock of its copy.
+        # Local step of each state in CPU memory -> the clock of its copy.
         self._copies: dict[int, int] = {}
         # Receiver -> local step of its copy.
         self._given: dict[str, int] = {}

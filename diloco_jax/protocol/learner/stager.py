@@ -1,4 +1,4 @@
-"""Copies of fragments in host memory after a step, and the answers to the syncer's requests for values.
+"""Copies of fragments in CPU memory after a step, and the answers to the syncer's requests for values.
 
 The syncer requests a fragment as it was after a named step, and learns about that step only after its end. So a learner
 copies after every step the fragments that the next rounds will request, and keeps a few copies of each.

@@ -223,7 +223,7 @@ class Comeback:
         progress, versions, before = self.progress, self.downstream.versions, self.restoring
         assert len(held) == len(digests) == len(versions), f"{len(held)} fragments, not {len(versions)}"
         progress.epoch += 1
-        self.effects.append(progress.note("restarted", -1, (), f"life {progress.epoch} of the syncer"))
+        self.effects.append(progress.note("restarted", -1, (), f"epoch {progress.epoch} of the syncer"))
         awaited = {member.learner_id for member in self.membership.connected()}
         flying = self.rounds.flying.values()
         uncertain = {this.fragment_id: this for this in flying if this.phase == MERGING}
@@ -258,7 +258,7 @@ class Comeback:
         progress = self.progress
         assert epoch > progress.epoch, f"epoch {epoch} after {progress.epoch}"
         progress.epoch = progress.rewound = epoch
-        self.effects.append(progress.note("restarted", -1, (), f"life {epoch}, from the snapshot"))
+        self.effects.append(progress.note("restarted", -1, (), f"epoch {epoch}, from the snapshot"))
         for member in self.membership.connected():
             # The member was connected when the snapshot was taken; the run was stopped since.
             member.goodbye = STOPPED_OUTSIDE

@@ -315,7 +315,7 @@ class Syncer:
         """Continue the whole run from the snapshot that was just restored; what came after it is void.
 
         Args:
-            epoch: this life of the syncer, above every earlier one.
+            epoch: this epoch of the syncer, above every earlier one.
         """
         if self.progress.finished and self.rounds.may_open():
             # The run was complete, and its limits have been raised since.
@@ -376,7 +376,7 @@ class Syncer:
 
     @property
     def epoch(self) -> int:
-        """Return the present life of the syncer, from 1."""
+        """Return the present epoch of the syncer, from 1."""
         return self.progress.epoch
 
     @property

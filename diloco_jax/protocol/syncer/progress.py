@@ -70,7 +70,7 @@ class Progress:
     factor: float = 0.0
     # The schedule continues for so many global steps without a merge: the longest way from one merge to the next.
     reach: int = 0
-    # The present life of the syncer, from 1, and the life that last put the run back to a snapshot.
+    # The present epoch of the syncer, from 1, and the epoch that last put the run back to a snapshot.
     epoch: int = 1
     rewound: int = 0
     # Closed rounds.

@@ -79,7 +79,7 @@ class Roster:
         name, ahead = member.learner_id, self.config.lease_ahead_steps * member.step_samples
         holding = self.leases.holdings.get(name)
         if holding is not None and message.granted > holding.granted:
-            # A life of the syncer whose records are lost granted these leases.
+            # An epoch of the syncer whose records are lost granted these leases.
             self.release(member)
             self.leases.forget(name)
             holding = None

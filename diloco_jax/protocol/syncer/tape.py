@@ -5,7 +5,7 @@ replaying feeds the lines to a fresh machine of the same configuration, which th
 
 Line:  [input, now_s, arguments...]   e.g.  ["StepReport", 12.5, "island-0", 1, 7, 7168, ...]
 
-The first line of each life of the syncer has the stamp of its release. The first line of the tape,
+The first line of each epoch of the syncer has the stamp of its release. The first line of the tape,
 ["begin", now_s, digests, stamp, run], ends with the id of the run; older releases wrote none.
 
 A line is written before any effect of its input is executed, so the tape of a syncer that was killed has every decision
@@ -51,12 +51,12 @@ _NOT_A_LINE = (
     ArithmeticError,
     RecursionError,
 )
-# The inputs that start a life of the syncer, and the number of their arguments before the stamp.
-_BEGIN_A_LIFE = {"begin": 1, "restart": 3, "rewind": 2}
+# The inputs that start an epoch of the syncer, and the number of their arguments before the stamp.
+_EPOCH_STARTS = {"begin": 1, "restart": 3, "rewind": 2}
 
 # Releases before 0.2.0 wrote no stamp.
 WITHOUT_STAMP = (1, "0.1")
-_LATER_LIVES = ('["restart"', '["rewind"')
+_LATER_EPOCHS = ('["restart"', '["rewind"')
 
 T = TypeVar("T")
 
@@ -166,7 +166,7 @@ class TapedSyncer:
     def on_rewind(
         self, state: Mapping[str, Any], global_step: int, epoch: int, now_s: float, head: str = ""
     ) -> list[Effect]:
-        """Go back to the state at the snapshot with this global step and head, and start life `epoch`."""
+        """Go back to the state at the snapshot with this global step and head, and start epoch `epoch`."""
         self._write("rewind", now_s, global_step, epoch, STAMP, *([head] if head else []))
         self.syncer.restore(dict(state))
         return self.syncer.on_rewind(epoch, now_s)
@@ -188,7 +188,7 @@ def replay(
 
     Raises:
         ValueError: TapedSyncer writes no such line; the message names its number.
-        OtherRelease: a life has the stamp of a release whose tapes this one does not read.
+        OtherRelease: an epoch has the stamp of a release whose tapes this one does not read.
     """
     states: Moments[Mapping[str, Any]] = Moments(uses)
     for moment, state in (snapshots or {}).items():
@@ -196,7 +196,7 @@ def replay(
     for number, line in enumerate(lines, start=1):
         try:
             kind, now_s, *arguments = json.loads(line)
-            check_life(number, kind, arguments)
+            remove_stamp(number, kind, arguments)
             effects = _apply(syncer, kind, float(now_s), arguments, states)
             for moment in captured(kind, arguments, effects):
                 states.keep(moment, syncer.state)
@@ -218,7 +218,7 @@ def captured(kind: str, arguments: Sequence[Any], effects: Iterable[Effect]) -> 
 
 
 def back_to(kind: str, arguments: Sequence[Any]) -> Moment | None:
-    """Return the snapshot at the start of a life of the syncer; `arguments` are those of its line, without stamp."""
+    """Return the snapshot at the start of an epoch of the syncer; `arguments` are those of its line, without stamp."""
     match kind, arguments:
         case "restart", [_, _, int(loaded), *head]:
             return Moment(loaded, *head)
@@ -231,10 +231,10 @@ def returns(lines: Iterable[str]) -> Counter[Moment]:
     """Count how often a tape goes back to each snapshot. Unreadable lines are skipped; `replay` reports them."""
     found: Counter[Moment] = Counter()
     for line in lines:
-        if line.startswith(_LATER_LIVES):
+        if line.startswith(_LATER_EPOCHS):
             try:
                 kind, _, *arguments = json.loads(line)
-                own = _BEGIN_A_LIFE[kind]
+                own = _EPOCH_STARTS[kind]
                 del arguments[own : own + 1]  # the stamp
                 moment = back_to(kind, arguments)
             except _NOT_A_LINE:
@@ -244,28 +244,28 @@ def returns(lines: Iterable[str]) -> Counter[Moment]:
     return found
 
 
-def check_life(number: int, kind: str, arguments: list[Any]) -> None:
-    """Remove the stamp from the arguments of an input that starts a life; OtherRelease if it cannot be read."""
-    if (own := _BEGIN_A_LIFE.get(kind)) is not None:
+def remove_stamp(number: int, kind: str, arguments: list[Any]) -> None:
+    """Remove the stamp from the arguments of an input that starts an epoch; OtherRelease if it cannot be read."""
+    if (own := _EPOCH_STARTS.get(kind)) is not None:
         check_readable(f"the tape from line {number} on", *arguments[own : own + 1])
         del arguments[own : own + 1]
 
 
 def stamps(lines: Iterable[str]) -> Iterator[Any]:
-    """Yield the stamp of each life of the syncer; unreadable lines are left out."""
+    """Yield the stamp of each epoch of the syncer; unreadable lines are left out."""
     for line in lines:
-        if line.startswith(('["begin"', *_LATER_LIVES)):
+        if line.startswith(('["begin"', *_LATER_EPOCHS)):
             try:
                 kind, _, *arguments = json.loads(line)
             except _NOT_A_LINE:
                 continue
-            yield from arguments[_BEGIN_A_LIFE[kind] : _BEGIN_A_LIFE[kind] + 1] or [WITHOUT_STAMP]
+            yield from arguments[_EPOCH_STARTS[kind] : _EPOCH_STARTS[kind] + 1] or [WITHOUT_STAMP]
 
 
 def without_stamp(line: list[Any]) -> list[Any]:
     """Return the arguments of an input without the stamp."""
     arguments = line[2:]
-    check_life(0, line[0], arguments)
+    remove_stamp(0, line[0], arguments)
     return arguments
 
 
@@ -303,9 +303,9 @@ def _made(steps: Any, tokens: Any, told: Any = "") -> Limits:
     return Limits(int(steps), int(tokens), str(told))
 
 
-def lives(lines: Iterable[str]) -> int:
-    """Count the lives of the syncer that a tape has seen: 1, and one more for each restart and rewind."""
-    return 1 + sum(line.startswith(_LATER_LIVES) for line in lines)
+def count_epochs(lines: Iterable[str]) -> int:
+    """Count the epochs of the syncer that a tape has seen: 1, and one more for each restart and rewind."""
+    return 1 + sum(line.startswith(_LATER_EPOCHS) for line in lines)
 
 
 def _apply(
@@ -333,7 +333,7 @@ def _apply(
             return syncer.on_restart(held, digests, now_s)
         case "rewind", [int(), epoch, *_]:
             moment = back_to(kind, arguments)
-            assert moment is not None, "it begins a life"
+            assert moment is not None, "it begins an epoch"
             syncer.restore(dict(states.at(moment)))
             return syncer.on_rewind(int(epoch), now_s)
     raise ValueError(f"unknown input {kind!r}, or not its arguments")

@@ -1,7 +1,7 @@
 """Alarms of a run: what is wrong, the evidence, and what to do about it. No rule reads them.
 
 Log, status, metrics, page and summary show the same alarms. This module finds those of the protocol, also in simulated
-runs; runtime/syncer/host_alarms.py finds those of the syncer's computer.
+runs; runtime/syncer/machine_alarms.py finds those of the syncer's machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REMEDIES = {
     "unmerged": "check its link (`diloco doctor`); a larger protocol.overlap_steps gives it more time",
     "unanswered": "look at its log, and measure its link (`diloco doctor`); a larger protocol.resend_s gives its "
     "answers more time, and others wait for as long",
-    "slow": "look at its host; fewer samples make its steps shorter: islands.each.NAME.batch_size, or the batch in "
+    "slow": "look at its machine; fewer samples make its steps shorter: islands.each.NAME.batch_size, or the batch in "
     "your own loop",
     "starved": "a larger data.prefetch, or a faster disk or network for the data",
     "loss": "look at its log and its data; a lower optimizer.learning_rate or clipping, and --resume from a snapshot",
@@ -168,7 +168,7 @@ class AlarmBook:
     An alarm stands once every look has found it for HOLDS seconds. It ends at the first look that does not find it.
 
     Args:
-        earlier: the alarms of the syncer's earlier lives.
+        earlier: the alarms of the syncer's earlier epochs.
     """
 
     def __init__(self, earlier: Iterable[Standing] = ()) -> None:

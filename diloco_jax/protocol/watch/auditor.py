@@ -9,7 +9,7 @@ from diloco_jax.protocol.leases import LeaseBook
 from diloco_jax.protocol.messages import Lease
 from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, back_to, captured, without_stamp
 from diloco_jax.protocol.watch.exclusion_auditor import ExclusionAuditor
-from diloco_jax.protocol.watch.sample_book import Book, Findings, Life, SampleShare
+from diloco_jax.protocol.watch.sample_book import Book, Findings, Incarnation, SampleShare
 
 
 class Auditor:
@@ -22,21 +22,21 @@ class Auditor:
         self.rounds = 0
         # Leased positions of a history that going back to a snapshot made void.
         self.void = 0
-        # The newest life of each learner.
-        self._lives: dict[str, Life] = {}
-        self._steps: dict[Life, int] = {}
-        self._values: dict[tuple[int, str], Life] = {}
-        self._orders: dict[int, tuple[Merge, tuple[Life, ...]]] = {}
+        # The newest incarnation of each learner.
+        self._incarnations: dict[str, Incarnation] = {}
+        self._steps: dict[Incarnation, int] = {}
+        self._values: dict[tuple[int, str], Incarnation] = {}
+        self._orders: dict[int, tuple[Merge, tuple[Incarnation, ...]]] = {}
         # After a restart: the versions that the syncer holds.
         self._held: list[int] = []
-        # Samples of its leases that each life reported as trained.
-        self._used: dict[Life, int] = {}
-        # Released samples that their life had trained on.
+        # Samples of its leases that each incarnation reported as trained.
+        self._used: dict[Incarnation, int] = {}
+        # Released samples that their incarnation had trained on.
         self.released_trained = 0
-        # Newest local step that each life reported, whether the syncer used the report or not.
-        self.reported: dict[Life, int] = {}
+        # Newest local step that each incarnation reported, whether the syncer used the report or not.
+        self.reported: dict[Incarnation, int] = {}
         self._snapshots: Moments[Book] = Moments(uses)
-        # Lives of the syncer that are still to start from the initial model; unknown without `uses`.
+        # Epochs of the syncer that are still to start from the initial model; unknown without `uses`.
         self._to_beginning = 1 if uses is None else uses.get(BEGINNING, 0)
         self._number = 0
 
@@ -47,7 +47,7 @@ class Auditor:
         kind = line[0]
         dropped = len(line) > 2 and any(isinstance(e, Drop) and e[::2] == (line[2], -1) for e in effects)
         if kind == "Hello" and not dropped:
-            self._lives[line[2]] = (line[2], line[3])
+            self._incarnations[line[2]] = (line[2], line[3])
         elif kind == "StepReport":
             self.reported[line[2], line[3]] = max(line[4], self.reported.get((line[2], line[3]), 0))
             if not dropped:
@@ -55,7 +55,7 @@ class Auditor:
         elif kind == "FragmentValue" and not dropped:
             self._values[line[4], line[2]] = (line[2], line[3])
         elif (moment := back_to(kind, without_stamp(line))) is not None:
-            self._begin_life(kind, moment, line)
+            self._begin_epoch(kind, moment, line)
         elif kind == "merged":
             self._version(line[2], line[4])
         for effect in effects:
@@ -64,18 +64,18 @@ class Auditor:
             self._snapshots.keep(moment, lambda: deepcopy(self.book))
             self._forget()
 
-    def _report(self, life: Life, local_step: int, adopted: list[list[int]], samples: int) -> None:
-        if local_step <= self._steps.get(life, 0) or self._lives.get(life[0]) != life:
+    def _report(self, incarnation: Incarnation, local_step: int, adopted: list[list[int]], samples: int) -> None:
+        if local_step <= self._steps.get(incarnation, 0) or self._incarnations.get(incarnation[0]) != incarnation:
             return
-        self._steps[life], self._used[life] = local_step, samples
+        self._steps[incarnation], self._used[incarnation] = local_step, samples
         for fragment_id, (version, *_) in enumerate(adopted):
             self.book.on_held(fragment_id, version)
 
     def _version(self, global_step: int, excluded: list[str]) -> None:
-        order, lives = self._orders.pop(global_step)
+        order, incarnations = self._orders.pop(global_step)
         shares = {
-            life: SampleShare(part.since, part.samples)
-            for life, part in zip(lives, order.contributions, strict=True)
+            incarnation: SampleShare(part.since, part.samples)
+            for incarnation, part in zip(incarnations, order.contributions, strict=True)
             if part.learner_id not in excluded
         }
         if shares:
@@ -84,10 +84,10 @@ class Auditor:
 
     def _effect(self, effect: Effect, kind: str) -> None:
         if isinstance(effect, Send) and isinstance(effect.message, Lease):
-            self.book.lease(self._lives[effect.peer], *effect.message, self.findings)
+            self.book.lease(self._incarnations[effect.peer], *effect.message, self.findings)
         elif isinstance(effect, Merge):
-            lives = tuple(self._values.pop((effect.global_step, each.learner_id)) for each in effect.contributions)
-            self._orders[effect.global_step] = (effect, lives)
+            merged = tuple(self._values.pop((effect.global_step, each.learner_id)) for each in effect.contributions)
+            self._orders[effect.global_step] = (effect, merged)
         elif isinstance(effect, Restore):
             self._held[effect.fragment_id] = effect.version
         elif isinstance(effect, Note):
@@ -115,10 +115,10 @@ class Auditor:
     def _trained(self, name: str) -> int:
         """Return how many of the samples that a learner still leases it has trained on, by its reports."""
         owner = self.book.owners.get(name)
-        return 0 if owner is None else max(0, min(self._used.get(owner.life, 0), owner.granted) - owner.settled)
+        return 0 if owner is None else max(0, min(self._used.get(owner.incarnation, 0), owner.granted) - owner.settled)
 
-    def _begin_life(self, kind: str, moment: Moment, line: list[Any]) -> None:
-        """Record that a life of the syncer started from a snapshot; after a rewind, everything since then is void."""
+    def _begin_epoch(self, kind: str, moment: Moment, line: list[Any]) -> None:
+        """Record that an epoch of the syncer started from a snapshot; after a rewind, everything since then is void."""
         self._values.clear()
         if kind == "restart":
             self._held = list(line[2])
@@ -132,7 +132,7 @@ class Auditor:
         self.void += leased - self.book.leased
 
     def _forget(self) -> None:
-        """Forget the shares in versions that no later life of the syncer can lose."""
+        """Forget the shares in versions that no later epoch of the syncer can lose."""
         if not self._to_beginning:
             versions = [book.versions for book in (*self._snapshots, self.book)]
             self.book.keep_until([min(each) for each in zip(*versions, strict=True)])

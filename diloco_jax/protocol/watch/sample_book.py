@@ -29,7 +29,7 @@ NAMED_MAX = 4
 CREDITS_MAX = 4096
 
 # A learner's name and incarnation.
-Life = tuple[str, int]
+Incarnation = tuple[str, int]
 Range = tuple[int, int]
 Value = TypeVar("Value")
 
@@ -71,12 +71,12 @@ class RangeMap(Generic[Value]):
 
 
 class Findings:
-    """Descriptions of all violations, and all positions that each life ever got; both only grow."""
+    """Descriptions of all violations, and all positions that each incarnation ever got; both only grow."""
 
     def __init__(self) -> None:
         self.count = 0
         self.texts: list[str] = []
-        self.granted: dict[Life, list[Range]] = {}
+        self.granted: dict[Incarnation, list[Range]] = {}
 
     def add(self, text: str) -> None:
         """Count a violation, and keep its description if there are not too many."""
@@ -86,8 +86,9 @@ class Findings:
 
     def owners(self, position: int) -> str:
         """Return the names of the learners that ever got a position."""
-        lives = [life for life, ranges in self.granted.items() if any(a <= position < b for a, b in ranges)]
-        return ", ".join(dict.fromkeys(name for name, _ in lives))
+        granted = self.granted.items()
+        names = [name for (name, _), ranges in granted if any(a <= position < b for a, b in ranges)]
+        return ", ".join(dict.fromkeys(names))
 
 
 class SampleShare(NamedTuple):
@@ -99,9 +100,9 @@ class SampleShare(NamedTuple):
 
 @dataclass(slots=True)
 class Ownership:
-    """The samples of one life of a learner that are still leased, numbered in the order of the grants."""
+    """The samples of one incarnation of a learner that are still leased, numbered in the order of the grants."""
 
-    life: Life
+    incarnation: Incarnation
     # Number of samples so far.
     granted: int
     # Lower samples than this one are merged or overwritten.
@@ -162,13 +163,13 @@ class Book:
         self._sizes[fate] += stop - start
         self._fates.paint(start, stop, fate)
 
-    def lease(self, life: Life, first_sample: int, start: int, stop: int, findings: Findings) -> None:
+    def lease(self, incarnation: Incarnation, first_sample: int, start: int, stop: int, findings: Findings) -> None:
         """Record a lease that was sent. Samples whose numbers were granted before are not leased again."""
-        name = life[0]
+        name = incarnation[0]
         if not 0 <= start < stop <= POSITIONS_MAX:
             findings.add(f"{name} was leased positions {start} to {stop - 1}, which cannot be")
             return
-        owner = self._owner(life, first_sample, findings)
+        owner = self._owner(incarnation, first_sample, findings)
         if first_sample > owner.granted:
             findings.add(f"{name} was never leased its samples {owner.granted} to {first_sample - 1}")
         repeated = max(0, min(owner.granted - first_sample, stop - start))
@@ -180,19 +181,21 @@ class Book:
         if start + repeated < stop:
             self._lease(owner, start + repeated, stop, findings)
 
-    def _owner(self, life: Life, first_sample: int, findings: Findings) -> Ownership:
-        """Return the ownership of this life; make one if it has none."""
-        name = life[0]
+    def _owner(self, incarnation: Incarnation, first_sample: int, findings: Findings) -> Ownership:
+        """Return the ownership of this incarnation; make one if it has none."""
+        name = incarnation[0]
         owner = self.owners.get(name)
         if owner is not None:
-            if owner.life == life and (first_sample <= owner.granted or owner.settled < owner.granted):
+            if owner.incarnation == incarnation and (first_sample <= owner.granted or owner.settled < owner.granted):
                 return owner
             if owner.settled < owner.granted:
                 findings.add(
-                    f"{owner.granted - owner.settled} positions of {name} (incarnation {owner.life[1]}) were neither "
-                    f"merged nor released when it ended: {_in_words(owner.left)}"
+                    f"{owner.granted - owner.settled} positions of {name} (incarnation {owner.incarnation[1]}) were "
+                    f"neither merged nor released when it ended: {_in_words(owner.left)}"
                 )
-        owner = self.owners[name] = Ownership(life, first_sample, first_sample, [first_sample] * len(self.versions))
+        owner = self.owners[name] = Ownership(
+            incarnation, first_sample, first_sample, [first_sample] * len(self.versions)
+        )
         return owner
 
     def _lease(self, owner: Ownership, start: int, stop: int, findings: Findings) -> None:
@@ -202,8 +205,8 @@ class Book:
             if found:
                 first, more = found[0][0], sum(end - begin for begin, end in found) - 1
                 findings.add(
-                    f"position {first} (and {more} more) was leased to {owner.life[0]} while it was {wrong}, leased "
-                    f"before to {findings.owners(first)}"
+                    f"position {first} (and {more} more) was leased to {owner.incarnation[0]} while it was {wrong}, "
+                    f"leased before to {findings.owners(first)}"
                 )
         if start > self.end:
             findings.add(f"positions {self.end} to {start - 1} were skipped")
@@ -218,7 +221,7 @@ class Book:
         size = stop - start
         owner.offsets.paint(owner.granted, owner.granted + size, start - owner.granted)
         owner.granted += size
-        findings.granted.setdefault(owner.life, []).append((start, stop))
+        findings.granted.setdefault(owner.incarnation, []).append((start, stop))
 
     def release(self, learner_id: str) -> None:
         """Free the positions that a learner still leases, for others."""
@@ -227,12 +230,12 @@ class Book:
             self._mark(start, stop, FREE)
             self.released += stop - start
 
-    def on_version(self, fragment_id: int, version: int, shares: Mapping[Life, SampleShare]) -> None:
+    def on_version(self, fragment_id: int, version: int, shares: Mapping[Incarnation, SampleShare]) -> None:
         """Record that a merge made a version of these shares."""
         self.versions[fragment_id] = version
-        for life, (since, samples) in shares.items():
-            owner = self.owners.get(life[0])
-            if owner is not None and owner.life == life:
+        for incarnation, (since, samples) in shares.items():
+            owner = self.owners.get(incarnation[0])
+            if owner is not None and owner.incarnation == incarnation:
                 owner.pending.append((fragment_id, version, SampleShare(since, min(samples, owner.granted))))
 
     def on_held(self, fragment_id: int, version: int) -> None:

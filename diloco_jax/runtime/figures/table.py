@@ -421,7 +421,7 @@ ISLAND_FIGURES: tuple[Figure[IslandFacts], ...] = (
     ),
     Figure(
         "host_bytes",
-        "host memory",
+        "CPU memory",
         BYTES,
         lambda island: island.measured("host_bytes"),
         column="host\nmemory",

@@ -127,7 +127,7 @@ class GlobalValues:
 
 
 class Adoptions:
-    """The staged copies of one life on an island, and the value that it sent last of each fragment.
+    """The staged copies of one incarnation on an island, and the value that it sent last of each fragment.
 
     A sent value counts until its round has merged it or left it out. If the round left it out, the island behaves as if
     it had never sent it. It keeps the earlier residual, because the rounding error of a far too large value is as large

@@ -1,6 +1,6 @@
 """The pace of background work that must not slow other work on the same cores.
 
-An island whose steps run on the host's cores has little spare time, an island with accelerators has much, and other
+An island whose steps run on the machine's cores has little spare time, an island with accelerators has much, and other
 processes may use the cores too. So this module reads how long our cores were idle. The background work uses only that
 time, or a small share of the cores.
 """

@@ -204,7 +204,7 @@ class Decisions:
             log.info(f"the state of global step {global_step} is not saved: the previous one is still being written")
 
     def load_state(self, effect: effects.AdoptState) -> tuple[int, int]:
-        """Load a whole state, and return incarnation and local step of its life; ValueError if it does not fit."""
+        """Load a whole state, and return its donor's incarnation and local step; ValueError if it does not fit."""
         self.state, saved, self.saved = None, self.saved, None
         if effect.donor:
             self.host.load_state(self._received.take())

@@ -138,7 +138,7 @@ class StepSize(NamedTuple):
 
 
 class Joined:
-    """One life of a learner that has joined its run; only the thread that steps may call it."""
+    """One incarnation of a learner that has joined its run; only the thread that steps may call it."""
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ class Joined:
     def _disregard_other_run(self) -> None:
         """Forget this island's newest save if it is of another run in the same folder; its moments are not loaded.
 
-        Saves of older releases have no id. The clock of a run goes back only in a later life of its syncer.
+        Saves of older releases have no id. The clock of a run goes back only in a later epoch of its syncer.
         """
         saved, machine = self._saved, self.machine
         if saved is None or self.finished:
@@ -354,7 +354,7 @@ class Joined:
             self._decisions.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
 
     def leave(self, reason: str = STOPPED_OUTSIDE) -> None:
-        """End this life; the syncer gets `reason` if the learner was stopped before the run was complete."""
+        """End this incarnation; the syncer gets `reason` if the learner was stopped before the run was complete."""
         self._pulse.patient()
         self._profiling.close()
         stopped = self._signals.stop.is_set()
@@ -404,7 +404,7 @@ class Joined:
 
     def _adopt_state(self, effect: AdoptState) -> None:
         """Load a state outside of the lock, so that heartbeats continue while it is copied to the devices."""
-        whose = effect.donor or "an earlier life"
+        whose = effect.donor or "an earlier incarnation"
         self._pulse.patient()
         self._pulse.phase(f"recovering: loads the state of {whose}")
         try:

@@ -1,6 +1,7 @@
 """Metrics of an island, about once per second: means of its steps' reports, its speed and its memory.
 
-The number of names is bounded for the life of a learner, so that names with a counter in them cannot fill trackers.
+The number of names is bounded for one incarnation of a learner, so that names with a counter in them cannot fill
+trackers.
 """
 
 import contextlib

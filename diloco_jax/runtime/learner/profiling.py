@@ -43,7 +43,7 @@ class Profiling:
         self._mark = contextlib.ExitStack()
         self._look_at_s = 0.0
         with contextlib.suppress(OSError):
-            # The file is an order to an earlier life.
+            # The file is an order to an earlier incarnation.
             self._path.unlink(missing_ok=True)
 
     def step_done(self, local_step: int) -> None:

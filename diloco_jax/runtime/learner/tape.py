@@ -5,9 +5,9 @@ every merged value has its steps on a tape, even if its learner was killed after
 
     ["begin", learner_id, incarnation, step_samples, [protocol, release]]
     ["data", guarantee]                  only if the loop reads its own data: "resumed" (a loader with state), or "own"
-    ["loader", incarnation, local_step]  the loader continued after this step of an own earlier life, before step 1
+    ["loader", incarnation, local_step]  the loader continued after this step of its earlier incarnation, before step 1
     ["adopt", fragment_id, version, epoch, digest, merged_round]   a global fragment, between two steps
-    ["state", donor, donor_incarnation, donor_step, [fragments]]   a whole state; donor "": saved by an own earlier life
+    ["state", donor, donor_incarnation, donor_step, [fragments]]   a whole state; donor "": its own earlier incarnation
     ["staged_state", local_step]                                   a copy for a receiver
     ["saved", local_step, global_step]                             a copy for the disk
     ["sent", fragment_id, global_step, local_step]                 the value of a round left
@@ -40,7 +40,7 @@ def learner_tape_path(run_dir: Path, learner_id: str, incarnation: int) -> Path:
 
 
 class LearnerTape:
-    """The tape of one life, written by one thread at a time; a full disk never stops the learner."""
+    """The tape of one incarnation, written by one thread at a time; a full disk never stops the learner."""
 
     def __init__(self, run_dir: Path, learner_id: str, incarnation: int, step_samples: int) -> None:
         self._path = learner_tape_path(run_dir, learner_id, incarnation)

@@ -107,7 +107,7 @@ class IslandsRun:
         self._devices = split_devices(self.config, jax.devices() if self.devices is None else self.devices)
         self._lock = threading.Lock()
         # Island -> event that ends its present incarnation.
-        self._lives: dict[str, threading.Event] = {}
+        self._stops: dict[str, threading.Event] = {}
         self._outcomes: dict[str, Literal["left", "failed"]] = {}
         self._reasons: dict[str, str] = {}
         # The syncer ended the run. Only an island that runs gets this message.
@@ -123,8 +123,8 @@ class IslandsRun:
             if self.stop.is_set() or self._hopeless():
                 self.stop.set()
                 with self._lock:
-                    for life in self._lives.values():
-                        life.set()
+                    for stop in self._stops.values():
+                        stop.set()
                 for thread in threads:
                     thread.join()
         if self._hopeless():
@@ -181,16 +181,16 @@ class IslandsRun:
 
     def _run_incarnation(self, name: str) -> _Failure | None:
         """Run one incarnation; return its failure, without references to its arrays on the devices."""
-        life = threading.Event()
+        stop = threading.Event()
         with self._lock:
-            self._lives[name] = life
+            self._stops[name] = stop
             if self.stop.is_set():
-                life.set()
+                stop.set()
         try:
             incarnation, devices = next_incarnation(self.run_dir, name), self._devices[name]
             with closing(island_pulse(self.config, self.run_dir, name)) as pulse, jax.default_device(devices[0]):
                 joining = Joining(self.config, name, incarnation, self.address, self.run_dir, pulse)
-                reason = self.kind(joining, life, devices=devices, explain=self._explain).run()
+                reason = self.kind(joining, stop, devices=devices, explain=self._explain).run()
             self._complete = self._complete or reason == RUN_COMPLETE
             log.info(f"{name}: {reason}")
             return None
@@ -204,7 +204,7 @@ class IslandsRun:
             return _Failure(f"{type(error).__name__}: {error}", final=False, slice_lost=slice_lost)
         finally:
             # The other threads of the incarnation end too.
-            life.set()
+            stop.set()
             gc.collect()
 
     def _explain(self, error: Exception) -> str:

@@ -222,7 +222,7 @@ def check(config: RunConfig, machine: Machine) -> str:
         chips = count_of(machine.tpu_chips, "TPU chip")
         if count > 1 and config.islands.controller == "processes":
             raise ValueError(
-                f"{count} islands cannot share the {chips} of this host as processes: "
+                f"{count} islands cannot share the {chips} of this machine as processes: "
                 "one process has them all; set islands.controller to single, or islands.count to 1"
             )
         return f"{chips} for {count_of(count, 'island')}"
@@ -233,7 +233,7 @@ def check(config: RunConfig, machine: Machine) -> str:
         if slice_ := config.island(name).topology:
             raise ValueError(
                 f"{name} is to have islands.topology {slice_}, but no TPU is here, and slices are not emulated; "
-                "correct islands.topology, or run on a host of that slice"
+                "correct islands.topology, or run on a machine of that slice"
             )
         config.check_mesh(config.island(name)._replace(devices=emulated_devices(config, name)))
     each = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"

@@ -78,7 +78,7 @@ def _checked(found: Any) -> dict[str, float | None]:
 
 
 class RunModel:
-    """The model of a run on one device of this host: for its initial values, and for text generation.
+    """The model of a run on one device of this process: for its initial values, and for text generation.
 
     Between two calls it holds no array. It reads the run's data only for a model whose other state, such as batch
     statistics, is computed from data.

@@ -178,7 +178,7 @@ class GlobalModel:
         self._marks[merged.fragment_id] = mark._replace(history=merged.history._replace(elsewhere=elsewhere))
 
     def restore(self, fragment_id: int, version: int, payload: Bytes) -> None:
-        """Make a value that this syncer or an earlier life of it sent the newest version of its fragment.
+        """Make a value that this syncer or an earlier epoch of it sent the newest version of its fragment.
 
         Outer state and medians stay as they are, because only the lost process had newer ones. The residual of its
         steps is lost.

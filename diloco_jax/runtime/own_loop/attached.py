@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int64
 
+from diloco_jax.runtime.own_loop.cpu_arrays import CpuArrays
 from diloco_jax.runtime.own_loop.enter import LoopOptions, check_options, enter
-from diloco_jax.runtime.own_loop.host_arrays import HostArrays
 from diloco_jax.runtime.own_loop.loaders import Batches
 from diloco_jax.runtime.own_loop.stepping import SteppedIsland
 from diloco_jax.runtime.own_loop.trees import LoopArrays, LoopTensors, check_moments
@@ -117,7 +117,7 @@ class HeldArrays:
         return {path: self._tensors.returned(path, leaf) for path, leaf in params.items()}
 
     def placed(self, values: Mapping[str, np.ndarray]) -> dict[str, Array]:
-        """Return canonical host values as parameters by path, in the loop's types and layouts."""
+        """Return canonical CPU values as parameters by path, in the loop's types and layouts."""
         return {path: self._tensors.placed(path, value) for path, value in values.items()}
 
     def _moments(self) -> Any:
@@ -318,5 +318,5 @@ def attach(
         RunComplete: The run is complete.
     """
     check_options(options)
-    arrays = HostArrays(holder, axes) if isinstance(holder, HostHolder) else HeldArrays(holder, axes)
+    arrays = CpuArrays(holder, axes) if isinstance(holder, HostHolder) else HeldArrays(holder, axes)
     return AttachedIsland(enter(syncer, arrays, options), arrays)

@@ -127,7 +127,7 @@ def _any_host(here: bool) -> bool:
 
 
 def _whole(params: Mapping[str, Any], forms: Mapping[str, Canonical]) -> dict[str, np.ndarray]:
-    """Return all canonical values on this host, as float32."""
+    """Return all canonical values in this process's memory, as float32."""
     found = {}
     for path in sorted(params):
         value = params[path]

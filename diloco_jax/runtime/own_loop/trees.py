@@ -54,7 +54,7 @@ class LoopArrays(Protocol):
         """Return parameters by path in the loop's own form."""
 
     def placed(self, values: Mapping[str, np.ndarray]) -> Any:
-        """Return canonical host values by path in the loop's own form, types and layouts."""
+        """Return canonical CPU values by path in the loop's own form, types and layouts."""
 
 
 class LoopTensors:
@@ -127,7 +127,7 @@ class LoopTensors:
         return _renamed(leaf, self._given[path])
 
     def placed(self, path: str, value: np.ndarray) -> Array:
-        """Return a canonical host value as a parameter, in the loop's type and layout."""
+        """Return a canonical CPU value as a parameter, in the loop's type and layout."""
         stored = self.forms[path].stored(value).astype(self.dtypes[path])
         return self.returned(path, put_array(stored, self.layouts[path]))
 
@@ -216,7 +216,7 @@ class LoopState:
         return jax.tree.unflatten(self._treedef, [self._tensors.returned(path, params[path]) for path in self._paths])
 
     def placed(self, values: Mapping[str, np.ndarray]) -> Any:
-        """Return canonical host values by path as the loop's tree, in the loop's types and layouts."""
+        """Return canonical CPU values by path as the loop's tree, in the loop's types and layouts."""
         leaves = [self._tensors.placed(path, values[path]) for path in self._paths]
         return jax.tree.unflatten(self._treedef, leaves)
 

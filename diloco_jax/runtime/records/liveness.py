@@ -52,7 +52,7 @@ def signature() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return the host and its namespace of process numbers, because containers of one host may have separate ones."""
+    """Return the machine and its namespace of process numbers; containers of one machine may have separate ones."""
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -189,12 +189,12 @@ def read_phases(run_dir: Path) -> list[StartPhase]:
         with contextlib.suppress(OSError):  # it is over
             words = path.read_text(encoding="utf-8", errors="replace")[:PHASE_LENGTH_MAX]
             name, ago_s = path.name.removesuffix(PHASE_SUFFIX), max(0.0, now_s - path.stat().st_mtime)
-            if ago_s < BEGIN_S or _lives(path.with_name(f"{name}.alive"), now_s):
+            if ago_s < BEGIN_S or _beats(path.with_name(f"{name}.alive"), now_s):
                 found.append(StartPhase(name, words, ago_s))
     return [phase for phase in found if phase.words]
 
 
-def _lives(alive: Path, now_s: float) -> bool:
+def _beats(alive: Path, now_s: float) -> bool:
     """Return whether a process has touched its sign of life lately; a killed one leaves its phase behind."""
     with contextlib.suppress(OSError):
         return now_s - alive.stat().st_mtime < BEGIN_S

@@ -83,7 +83,7 @@ class Combiner:
     def __init__(self, every: int) -> None:
         self._every = every
         self._open: dict[tuple[str, str], dict[str, Any]] = {}
-        self._lives: dict[str, int] = {}
+        self._incarnations: dict[str, int] = {}
 
     def take(self, line: bytes) -> Iterator[tuple[bytes, bool]]:
         """Add a line; yield the lines that are complete now, each with whether its record is periodic."""
@@ -108,9 +108,9 @@ class Combiner:
             yield line, True
             return
         # Readers count an incarnation's time from its first step.
-        begins = record["kind"] == "step" and self._lives.get(key[1]) != record.get("incarnation")
+        begins = record["kind"] == "step" and self._incarnations.get(key[1]) != record.get("incarnation")
         if begins:
-            self._lives[key[1]] = record.get("incarnation", 0)
+            self._incarnations[key[1]] = record.get("incarnation", 0)
         if begins or stands_for(self._open[key]) >= self._every:
             yield from self._close([key])
 

@@ -22,8 +22,8 @@ from diloco_jax.protocol.syncer.tape import (
     Moment,
     Moments,
     back_to,
+    count_epochs,
     limits_before,
-    lives,
     replay,
     returns,
     stamps,
@@ -170,8 +170,8 @@ def _rewind(
             checkpoint.set_aside(other)
     # The state is restored before the tape records it.
     state = _restored(context, snapshot)
-    # Lives are counted from the snapshot on, so that a long tape is not read whole.
-    epoch = state["epoch"][0] + lives(read_lines(context.run_dir / TAPE_FILE, snapshot.tape_bytes))
+    # Epochs are counted from the snapshot on, so that a long tape is not read whole.
+    epoch = state["epoch"][0] + count_epochs(read_lines(context.run_dir / TAPE_FILE, snapshot.tape_bytes))
     log.info(f"the run continues from {path.name}; later rounds are void")
     return context.taped.on_rewind(state, snapshot.global_step, epoch, now_s, snapshot.tape_head)
 

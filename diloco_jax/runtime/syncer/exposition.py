@@ -30,8 +30,8 @@ from diloco_jax.runtime.figures.facts import IslandFacts, RunFacts
 from diloco_jax.runtime.figures.table import Series
 from diloco_jax.runtime.records.status import EVALUATING
 from diloco_jax.runtime.syncer.context import SyncerContext
-from diloco_jax.runtime.syncer.host_alarms import expiries, newest_snapshot
 from diloco_jax.runtime.syncer.listening import patiently
+from diloco_jax.runtime.syncer.machine_alarms import expiries, newest_snapshot
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.transport.endpoints.web import LimitedHandler, WebServer
 

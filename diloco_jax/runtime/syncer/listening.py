@@ -28,7 +28,7 @@ ResultT = TypeVar("ResultT")
 log = logging.getLogger(__name__)
 
 
-class Life(NamedTuple):
+class SyncerStart(NamedTuple):
     """One process of the syncer: how it starts, and what it announces."""
 
     mode: str
@@ -57,7 +57,7 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files_allowed(), hard))
 
 
-def open_listener(config: RunConfig, run_dir: Path, life: Life) -> GrpcListener:
+def open_listener(config: RunConfig, run_dir: Path, start: SyncerStart) -> GrpcListener:
     """Open the syncer's listener, after a failover at the old address, where learners look for it.
 
     ValueError if the address is in use or not allowed.
@@ -65,19 +65,19 @@ def open_listener(config: RunConfig, run_dir: Path, life: Life) -> GrpcListener:
     raise_file_limit()
     transport, file = config.transport, run_dir / ADDRESS_FILE
     # Learners know the address of a process before this one.
-    known = life.mode == FAILOVER or config.model.own
+    known = start.mode == FAILOVER or config.model.own
     if known and file.exists() and split_address(transport.address)[1] == 0:
         transport = replace(transport, address=file.read_text(encoding="utf-8"))
     patience_s = LISTEN_PATIENCE_S if known else 0.0
     most = config.syncer.subscribers_max
-    made = partial(listen, transport, run_id=config.name, epoch=life.epoch, subscribers_max=most, run=life.run)
-    listener = patiently(made, patience_s, life.stop)
+    made = partial(listen, transport, run_id=config.name, epoch=start.epoch, subscribers_max=most, run=start.run)
+    listener = patiently(made, patience_s, start.stop)
     # An unchanged file is not written again, since the disk may be full.
     if not file.exists() or file.read_text(encoding="utf-8") != listener.address:
         file.write_text(listener.address, encoding="utf-8")
     log.info(f"listening at {listener.address}")
-    listener.desk.settings = dict(life.fingerprint)
-    listener.greeter.description, listener.greeter.number_of = life.description, life.number_of
+    listener.desk.settings = dict(start.fingerprint)
+    listener.greeter.description, listener.greeter.number_of = start.description, start.number_of
     return listener
 
 

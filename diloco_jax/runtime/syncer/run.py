@@ -44,9 +44,9 @@ from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.context import Merges, Results, SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
-from diloco_jax.runtime.syncer.host_alarms import HostAlarms
 from diloco_jax.runtime.syncer.island_numbers import IslandNumbers
-from diloco_jax.runtime.syncer.listening import LISTEN_PATIENCE_S, Life, open_listener
+from diloco_jax.runtime.syncer.listening import LISTEN_PATIENCE_S, SyncerStart, open_listener
+from diloco_jax.runtime.syncer.machine_alarms import MachineAlarms
 from diloco_jax.runtime.syncer.run_clock import RunClock
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from diloco_jax.runtime.syncer.watch import Watch
@@ -388,7 +388,7 @@ class SyncerRun:
         context = SyncerContext(config, run_dir, stop, clock, tape, machine, taped, self._model, self._stats)
         writer = SnapshotWriter(context)
         exposed, earlier = Exposition(context, writer), NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir)
-        watch = Watch(context, earlier, HostAlarms(context, writer), self._pulse, exposed)
+        watch = Watch(context, earlier, MachineAlarms(context, writer), self._pulse, exposed)
         merges = Merges(self._model, self._results.put, Pulse(config.watchdog, "a merge", None))
         listener, ended_s = None, 0.0
         preparing = ExitStack()
@@ -405,9 +405,11 @@ class SyncerRun:
             lingers = mode == FAILOVER and machine.over
             numbers = IslandNumbers(run_dir / ISLANDS_FILE, config.islands.names)
             description = self._description._replace(began_unix_s=clock.began_unix_s)
-            life = Life(mode, machine.epoch, stop, self._fingerprint, description, numbers.number_of, machine.run)
+            start = SyncerStart(
+                mode, machine.epoch, stop, self._fingerprint, description, numbers.number_of, machine.run
+            )
             self._free_port()
-            listener = open_listener(config, run_dir, life)
+            listener = open_listener(config, run_dir, start)
             watch.listens(listener)
             preparing.close()
             if self._arrived_s is not None:

@@ -34,7 +34,7 @@ from diloco_jax.runtime.records.telemetry import Telemetry, finite, replace_text
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND
 from diloco_jax.runtime.syncer.context import SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
-from diloco_jax.runtime.syncer.host_alarms import HostAlarms
+from diloco_jax.runtime.syncer.machine_alarms import MachineAlarms
 from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.endpoints.probe import versions
@@ -43,7 +43,7 @@ from diloco_jax.transport.endpoints.probe import versions
 SUMMED = ("tokens_per_s", "model_flops_per_s")
 
 EVAL_ALARMS_MAX = 8
-LIVES = {FRESH: "the run starts", FAILOVER: "it came back from its tape", REWIND: "the run went back to a snapshot"}
+STARTS = {FRESH: "the run starts", FAILOVER: "it came back from its tape", REWIND: "the run went back to a snapshot"}
 
 log = logging.getLogger(__name__)
 
@@ -62,14 +62,14 @@ class Watch:
     """The counts of a run, and every report about it.
 
     Attributes:
-        host: alarms of the syncer itself, such as a full disk.
+        machine_alarms: alarms of the syncer's machine, such as a full disk.
         pulse: pulse of the reporting thread, which beats at every report, however long the thread waits for a disk.
         exposed: metrics for Prometheus, which get the same events.
     """
 
     context: SyncerContext
     earlier: Earlier
-    host: HostAlarms
+    machine_alarms: MachineAlarms
     pulse: Pulse
     exposed: Exposition
 
@@ -109,7 +109,7 @@ class Watch:
             self._awaited = frozenset(machine.membership.members) - left
             self._awaited_until_s = self.context.clock.now_s() + BEGIN_S
         record = {"kind": "life", "t": self.context.clock.now_s(), "global_step": machine.global_step, "members": []}
-        record |= {"epoch": machine.epoch, "reason": f"process {machine.epoch} of the syncer: {LIVES[how]}"}
+        record |= {"epoch": machine.epoch, "reason": f"process {machine.epoch} of the syncer: {STARTS[how]}"}
         host = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
         self._telemetry.write(record | {"versions": versions(), "host": host})
 
@@ -152,7 +152,7 @@ class Watch:
             return
         values = dict(report.values)
         if (unix_s := values.pop(OWN_TIME, None)) is not None:
-            self.host.on_clock(report.learner_id, unix_s)
+            self.machine_alarms.on_clock(report.learner_id, unix_s)
         process, here = values.pop(OWN_PROCESS, None), values.pop(OWN_MACHINE, None) == machine_number()
         self._processes[report.learner_id] = int(process) if here and process is not None else None
         self._metrics[report.learner_id] = values
@@ -207,7 +207,7 @@ class Watch:
         """Look for alarms, record those that start or end, and return those that stand."""
         machine = self.context.machine
         active = [name for name, member in machine.membership.members.items() if member.state == "active"]
-        found = [*self.host.found(now_s), *alarms_of(machine, self.context.stats, now_s)]
+        found = [*self.machine_alarms.found(now_s), *alarms_of(machine, self.context.stats, now_s)]
         found = [alarm for alarm in found if not (alarm.kind == "gone" and alarm.who in self._awaited)]
         found += starving({name: self._metrics[name] for name in active if name in self._metrics})
         found += [Alarm("evaluation", "", text) for text in self.eval_alarms]
@@ -262,7 +262,7 @@ class Watch:
             context.stats,
             now_s,
             stopped=context.stop.is_set(),
-            blocked=self.host.blocked,
+            blocked=self.machine_alarms.blocked,
             alarms=self._look(now_s),
             episodes=self._book.as_dicts(),
             eval_loss=self.eval_loss,

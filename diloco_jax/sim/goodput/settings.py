@@ -33,7 +33,7 @@ class Assumptions:
     slices: int = setting(0, "slices of all learners together that fail one by one; 0: one per island", "")
     mtbi_years: float = setting(1.0, "mean time between two failures of one chip", "the paper: 1")
     restart_s: float = setting(60.0, "from the return of a slice until its processes ask to join", "assumed")
-    syncer_cores: int = setting(16, "cores of the syncer's host", "assumed")
+    syncer_cores: int = setting(16, "cores of the syncer's machine", "assumed")
     syncer_ms_per_mb: float = setting(2.43, "processor time per megabyte that learners send, int4", MEASURED)
     merge_ns: float = setting(0.7, "processor time of a merge per parameter and learner, int4", MEASURED)
     syncer_gb_per_s: float = setting(4.3, "gigabytes per second, each way, that a syncer with TLS can carry", COMPUTED)

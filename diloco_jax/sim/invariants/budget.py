@@ -10,7 +10,7 @@ from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
 
-Life = tuple[str, int]
+Incarnation = tuple[str, int]
 
 
 @dataclass(slots=True)
@@ -21,11 +21,11 @@ class Counted:
     # Learner -> its connected incarnation.
     present: dict[str, int] = field(default_factory=dict)
     # Number of each process's tokens that are merged.
-    merged: dict[Life, int] = field(default_factory=dict)
+    merged: dict[Incarnation, int] = field(default_factory=dict)
 
-    def news(self, life: Life, told: int) -> int:
+    def news(self, incarnation: Incarnation, told: int) -> int:
         """Return the unmerged tokens of a process up to these; 0 for a process that was replaced."""
-        return max(0, told - self.merged.get(life, 0)) if self.present[life[0]] == life[1] else 0
+        return max(0, told - self.merged.get(incarnation, 0)) if self.present[incarnation[0]] == incarnation[1] else 0
 
 
 class BudgetHolds(Checker):
@@ -42,8 +42,8 @@ class BudgetHolds(Checker):
         # Round and learner -> its tokens up to the requested step.
         self._asked: dict[tuple[int, str], int] = {}
         # Round -> tokens of each value.
-        self._values: dict[int, dict[Life, int]] = {}
-        self._clocks: dict[Life, int] = {}
+        self._values: dict[int, dict[Incarnation, int]] = {}
+        self._clocks: dict[Incarnation, int] = {}
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
@@ -64,11 +64,11 @@ class BudgetHolds(Checker):
             if isinstance(effect, Note) and effect.kind == "closed":
                 self._close(effect)
             elif isinstance(effect, Note) and effect.kind == "merged":
-                for life, tokens in self._values.pop(effect.global_step).items():
-                    if life[0] in effect.members:
-                        told = self._asked[effect.global_step, life[0]]
-                        self._counted.tokens += min(tokens, self._most(self._counted.news(life, told)))
-                        self._counted.merged[life] = max(told, self._counted.merged.get(life, 0))
+                for incarnation, tokens in self._values.pop(effect.global_step).items():
+                    if incarnation[0] in effect.members:
+                        told = self._asked[effect.global_step, incarnation[0]]
+                        self._counted.tokens += min(tokens, self._most(self._counted.news(incarnation, told)))
+                        self._counted.merged[incarnation] = max(told, self._counted.merged.get(incarnation, 0))
             elif isinstance(effect, Finish):
                 ahead = self.config.groups.gap_max if self.config.lockstep else 1
                 done = machine.global_step + ahead > self.cluster.scenario.total_steps
@@ -84,11 +84,11 @@ class BudgetHolds(Checker):
 
     def _close(self, note: Note) -> None:
         # Tokens of the values that wait to be merged.
-        due: dict[Life, int] = {}
+        due: dict[Incarnation, int] = {}
         for global_step in self._values.keys() & self.cluster.syncer.rounds.flying.keys():
-            for life in self._values[global_step]:
-                news = self._counted.news(life, self._asked[global_step, life[0]])
-                due[life] = max(due.get(life, 0), self._most(news))
+            for incarnation in self._values[global_step]:
+                news = self._counted.news(incarnation, self._asked[global_step, incarnation[0]])
+                due[incarnation] = max(due.get(incarnation, 0), self._most(news))
         tokens = self._counted.tokens + sum(due.values())
         self.check(not self._budget or tokens < self._budget, f"round {note.global_step} closes with {tokens} tokens")
         # The number of the step decides, not the report.

@@ -27,7 +27,7 @@ class Checker(Observer):
         # The reports of these learners prove nothing.
         self.hostile = {name for fault in hostile for name in fault.learners}
         # Number of the syncer's current process.
-        self.lives = 1
+        self.epoch = 1
         # Number of rewinds to a snapshot.
         self.lineage = 0
         # Number of the syncer's process -> lineage.
@@ -36,16 +36,16 @@ class Checker(Observer):
     @property
     def values(self) -> list[Value]:
         """The values of all fragments that the syncer's process holds."""
-        return self.cluster.host.process.values
+        return self.cluster.syncer_node.process.values
 
     def check(self, ok: bool, text: str) -> None:
         if not ok:
             raise Violation(f"{type(self).__name__} at {self.cluster.engine.now_s:.3f} s: {text}")
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
-        self.lives += 1
+        self.epoch += 1
         self.lineage += rewound_to >= 0
-        self.lineages[self.lives] = self.lineage
+        self.lineages[self.epoch] = self.lineage
 
 
 def longest_step_s(scenario: Scenario) -> float:

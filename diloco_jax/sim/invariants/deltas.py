@@ -46,7 +46,7 @@ class DeltasApply(Checker):
         for fragment_id, (version, digest) in enumerate(self.values):
             if version == global_step:
                 self._made[self.lineage, fragment_id, version] = digest
-                self._bases[self.lives, fragment_id, version] = self._values[fragment_id]
+                self._bases[self.epoch, fragment_id, version] = self._values[fragment_id]
 
     def on_read(self, process: LearnerProcess, message: GlobalFragment, ok: bool, now_s: float) -> None:
         who = (*process.key, message.fragment_id)

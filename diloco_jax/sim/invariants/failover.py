@@ -33,7 +33,7 @@ class TapeReplays(Checker):
     def end(self) -> None:
         replayed: list[list[Effect]] = []
         try:
-            for effects in replay(self.cluster.host.tape, self.cluster.host.new_syncer()):
+            for effects in replay(self.cluster.syncer_node.tape, self.cluster.syncer_node.new_syncer()):
                 recorded = self._effects[len(replayed)]
                 replayed.append(effects)
                 self.check(effects == recorded, f"line {len(replayed)} led to {recorded}, when replayed to {effects}")
@@ -62,7 +62,7 @@ class StateRoundTrip(Checker):
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         machine = self.cluster.syncer
         if self._shadow is not None:
-            line = self.cluster.host.tape[self._lines]
+            line = self.cluster.syncer_node.tape[self._lines]
             self._queue.append(line)
             theirs = next(self._fed)
             self.check(theirs == effects, f"{line} led to {effects}, in a restored machine to {theirs}")
@@ -70,7 +70,7 @@ class StateRoundTrip(Checker):
         if self._random.random() * SHADOW_EVERY < 1.0:
             self._compare(machine)
             plain = json.dumps(machine.state())
-            self._shadow = shadow = self.cluster.host.new_syncer()
+            self._shadow = shadow = self.cluster.syncer_node.new_syncer()
             shadow.restore(json.loads(plain))
             self._queue = queue = deque[str]()
             self._fed = replay(iter(queue.popleft, None), shadow)
@@ -95,7 +95,7 @@ class StateRoundTrip(Checker):
         self.check(back == self._died, f"the machine died as {self._died} and is back as {back}")
 
     def end(self) -> None:
-        if self.cluster.host.process.alive:
+        if self.cluster.syncer_node.process.alive:
             self._compare(self.cluster.syncer)
 
 
@@ -104,7 +104,7 @@ class AnchorsAgree(HealthyChecker):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        values = enumerate(cluster.host.process.values)
+        values = enumerate(cluster.syncer_node.process.values)
         self._digests = {(0, fragment_id, version): digest for fragment_id, (version, digest) in values}
         # Versions that greetings to this process of the syncer offered, with their times.
         self._offers: dict[str, list[tuple[float, tuple[int, ...]]]] = {}
@@ -157,14 +157,14 @@ class AnchorsAgree(HealthyChecker):
 
     def _sends(self, message: GlobalFragment) -> None:
         """Check that the message names the value that the driver holds, because its payload is made from it."""
-        self.check(message.epoch == self.lives, f"{message} is sent in life {self.lives}")
+        self.check(message.epoch == self.epoch, f"{message} is sent in epoch {self.epoch}")
         value = self.values[message.fragment_id]
         # A dying process may not have executed the effects before this one.
-        dying = self.cluster.host.process.dies_after is not None
+        dying = self.cluster.syncer_node.process.dies_after is not None
         self.check(dying or (message.version, message.digest) == value, f"{message} is sent with the value {value}")
         self._agree(self.lineage, message.fragment_id, message.version, message.digest, "the syncer")
         if message.base != NO_VERSION:
-            base = self.cluster.host.process.steps.get(message.fragment_id)
+            base = self.cluster.syncer_node.process.steps.get(message.fragment_id)
             self.check(
                 dying or (base is not None and base[0] == message.base), f"{message} is sent, a step is of {base}"
             )
@@ -197,9 +197,8 @@ class AnchorsAgree(HealthyChecker):
         if cluster.finished_s == NEVER_S:
             return
         final = list(zip(cluster.syncer.versions, cluster.syncer.digests, strict=True))
-        self.check(
-            list(cluster.host.disk.final) == final, f"the saved model is {cluster.host.disk.final}, made was {final}"
-        )
+        saved = list(cluster.syncer_node.disk.final)
+        self.check(saved == final, f"the saved model is {saved}, made was {final}")
         for name, (lineage, anchors) in self._last.items():
             for fragment_id, value in anchors.items():
                 newer = lineage == self.lineage and value[0] > final[fragment_id][0]

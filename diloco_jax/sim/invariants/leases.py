@@ -6,7 +6,7 @@ from diloco_jax.protocol.effects import Send
 from diloco_jax.protocol.leases import BOOK
 from diloco_jax.protocol.messages import LearnerMessage, Lease
 from diloco_jax.protocol.watch.auditor import Auditor
-from diloco_jax.protocol.watch.sample_book import Life, RangeMap, joined
+from diloco_jax.protocol.watch.sample_book import Incarnation, RangeMap, joined
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
@@ -24,14 +24,14 @@ class LeasesAccount(Checker):
         # Lines of the tape that were read. The first one is the start of the run and leases nothing.
         self._lines = 1
         # Sample -> position minus sample, of all leases so far.
-        self._granted: dict[Life, RangeMap[int | None]] = {}
+        self._granted: dict[Incarnation, RangeMap[int | None]] = {}
         # Positions that were read.
-        self._read: dict[Life, RangeMap[bool]] = {}
+        self._read: dict[Incarnation, RangeMap[bool]] = {}
         # Number of samples that were used.
-        self._ends: dict[Life, int] = {}
+        self._ends: dict[Incarnation, int] = {}
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        line = json.loads(self.cluster.host.tape[self._lines])
+        line = json.loads(self.cluster.syncer_node.tape[self._lines])
         self._lines += 1
         self._auditor.take(line, effects)
         for effect in effects:
@@ -58,29 +58,32 @@ class LeasesAccount(Checker):
         self.check(not found.count, "; ".join(found.texts))
 
     def end(self) -> None:
-        if self.cluster.host.process.alive:
+        if self.cluster.syncer_node.process.alive:
             self._compare()
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         if not began or process.name in self.hostile:
             return
-        life, (ranges, stop) = process.key, process.step.batch
-        size, end = process.node.step_samples, self._ends.get(life, 0)
+        incarnation, (ranges, stop) = process.key, process.step.batch
+        size, end = process.node.step_samples, self._ends.get(incarnation, 0)
         count = sum(last - first for first, last in ranges)
-        self.check(count == size, f"{life[0]} reads {ranges} in a step of {size}")
-        read = self._read.setdefault(life, RangeMap(False))
+        self.check(count == size, f"{incarnation[0]} reads {ranges} in a step of {size}")
+        read = self._read.setdefault(incarnation, RangeMap(False))
         # The range was leased again, or a new book has started and nothing of it is read yet.
         if stop == end or (stop > end and stop % BOOK == 0):
             known = all(seen for first, last in ranges for _, _, seen in read.over(first, last))
-            self.check(known, f"{life[0]} reads {ranges} again after sample {end}")
+            self.check(known, f"{incarnation[0]} reads {ranges} again after sample {end}")
         else:
             start = stop - size
             self.check(
-                start == end or (start > end and start % BOOK == 0), f"{life[0]} reads {ranges} after sample {end}"
+                start == end or (start > end and start % BOOK == 0),
+                f"{incarnation[0]} reads {ranges} after sample {end}",
             )
-            granted = self._granted.setdefault(life, RangeMap(None)).over(start, stop)
+            granted = self._granted.setdefault(incarnation, RangeMap(None)).over(start, stop)
             leased = joined((a + offset, b + offset) for a, b, offset in granted if offset is not None)
-            self.check(joined(ranges) == leased, f"{life[0]} reads {ranges} from sample {end} on, leased is {leased}")
-        self._ends[life] = stop
+            self.check(
+                joined(ranges) == leased, f"{incarnation[0]} reads {ranges} from sample {end} on, leased is {leased}"
+            )
+        self._ends[incarnation] = stop
         for first, last in ranges:
             read.paint(first, last, True)

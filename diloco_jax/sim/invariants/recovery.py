@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from diloco_jax.protocol.effects import AdoptState, Finish, Send, StageState, UnstageState
 from diloco_jax.protocol.messages import Advance, GlobalFragment, StateRequest, Stop, SyncerMessage, Welcome
-from diloco_jax.protocol.watch.sample_book import Life
+from diloco_jax.protocol.watch.sample_book import Incarnation
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.holdings import Value, digest_of
 from diloco_jax.sim.invariants.checker import Checker
@@ -32,36 +32,38 @@ class RecoveryIsWhole(Checker):
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         # Newest global step that each process knows.
-        self._heard: dict[Life, int] = defaultdict(int)
+        self._heard: dict[Incarnation, int] = defaultdict(int)
         # The clock when a state was chosen.
-        self._decided: dict[Life, int] = {}
+        self._decided: dict[Incarnation, int] = {}
         # Global step of the first welcome.
-        self._welcomed: dict[Life, int] = {}
+        self._welcomed: dict[Incarnation, int] = {}
         # Receiver -> clock of its newest attempt.
-        self._asked: dict[Life, int] = {}
+        self._asked: dict[Incarnation, int] = {}
         # Local step -> copy, including freed copies.
-        self._staged: dict[Life, dict[int, Staged]] = defaultdict(dict)
-        self._held: dict[Life, set[int]] = defaultdict(set)
+        self._staged: dict[Incarnation, dict[int, Staged]] = defaultdict(dict)
+        self._held: dict[Incarnation, set[int]] = defaultdict(set)
 
     def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
-        life, name = process.key, process.name
+        incarnation, name = process.key, process.name
         if isinstance(given, Welcome):
-            self._welcomed.setdefault(life, given.global_step)
+            self._welcomed.setdefault(incarnation, given.global_step)
         if isinstance(given, Welcome | GlobalFragment | Advance | Stop):
-            self._heard[life] = max(self._heard[life], given.global_step)
+            self._heard[incarnation] = max(self._heard[incarnation], given.global_step)
         for effect in effects:
             if isinstance(effect, Send):
                 if isinstance(effect.message, StateRequest) and not effect.message.donor:
-                    self._asked[life] = effect.message.clock
+                    self._asked[incarnation] = effect.message.clock
             elif isinstance(effect, AdoptState):
-                self._decided[life] = self._clock(process)
+                self._decided[incarnation] = self._clock(process)
             elif isinstance(effect, StageState):
                 self._stage(process, effect.local_step)
             elif isinstance(effect, UnstageState):
-                self.check(effect.local_step in self._held[life], f"{name} frees what it does not hold: {effect}")
-                self._held[life].remove(effect.local_step)
+                self.check(
+                    effect.local_step in self._held[incarnation], f"{name} frees what it does not hold: {effect}"
+                )
+                self._held[incarnation].remove(effect.local_step)
             elif isinstance(effect, Finish):
-                self.check(not self._held[life], f"{name} ends with copies of steps {self._held[life]}")
+                self.check(not self._held[incarnation], f"{name} ends with copies of steps {self._held[incarnation]}")
 
     def _clock(self, process: LearnerProcess) -> int:
         # In lockstep a learner counts its own steps.

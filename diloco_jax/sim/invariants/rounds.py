@@ -15,7 +15,7 @@ from diloco_jax.protocol.messages import (
     Welcome,
 )
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.watch.sample_book import Life
+from diloco_jax.protocol.watch.sample_book import Incarnation
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.node import Effects, LearnerProcess
@@ -53,7 +53,7 @@ class VersionsGrow(Checker):
         name, fragment_id, version = process.name, message.fragment_id, message.version
         held = self._held.get((*process.key, fragment_id), (0, -1))
         newer = (message.epoch, version) > held
-        self.check(newer, f"{name} adopts version {version} of {fragment_id} of life {message.epoch}, held {held}")
+        self.check(newer, f"{name} adopts version {version} of {fragment_id} of epoch {message.epoch}, held {held}")
         made = (self.lineages.get(message.epoch, -1), fragment_id, version) in self._made
         self.check(made, f"{name} adopts version {version} of {fragment_id}, which nobody made")
         self._held[(*process.key, fragment_id)] = (message.epoch, version)
@@ -62,7 +62,7 @@ class VersionsGrow(Checker):
 class MergedOnce(Checker):
     """A value is merged at most once, for the round that asked for it, with at least one step; no payload leaks.
 
-    That holds over all lives of the syncer: none merges a round again, but one that the run went back from.
+    That holds over all epochs of the syncer: none merges a round again, but one that the run went back from.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -138,21 +138,21 @@ class SharesAreTold(Checker):
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
         # Round and learner -> the process whose value the syncer keeps.
-        self._given: dict[tuple[int, str], Life] = {}
+        self._given: dict[tuple[int, str], Incarnation] = {}
         # Process, fragment and round of each value that was sent.
-        self._sent: set[tuple[Life, int, int]] = set()
+        self._sent: set[tuple[Incarnation, int, int]] = set()
         # Round -> fragment and learners.
         self._merging: dict[int, tuple[int, tuple[str, ...]]] = {}
         # Lineage, fragment, round, and each process whose value is merged there.
-        self._merged: set[tuple[int, int, int, Life]] = set()
+        self._merged: set[tuple[int, int, int, Incarnation]] = set()
         # Lineage, fragment and version of each value that a fragment continues with after a loss.
         self._goes_on: set[tuple[int, int, int]] = set()
 
     def on_merged(self, global_step: int, excluded: tuple[str, ...], now_s: float) -> None:
         fragment_id, names = self._merging.pop(global_step)
-        lives = [self._given.pop((global_step, name)) for name in names]
-        used = [life for life in lives if life[0] not in excluded]
-        self._merged |= {(self.lineage, fragment_id, global_step, life) for life in used}
+        incarnations = [self._given.pop((global_step, name)) for name in names]
+        used = [each for each in incarnations if each[0] not in excluded]
+        self._merged |= {(self.lineage, fragment_id, global_step, each) for each in used}
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         if isinstance(given, FragmentValue) and not _dropped(given, effects):
@@ -172,14 +172,16 @@ class SharesAreTold(Checker):
             if isinstance(effect, Send) and isinstance(effect.message, FragmentValue):
                 self._sent.add((process.key, effect.message.fragment_id, effect.message.global_step))
 
-    def _adopt(self, life: Life, message: GlobalFragment) -> None:
+    def _adopt(self, incarnation: Incarnation, message: GlobalFragment) -> None:
         lineage, told = self.lineages.get(message.epoch, -1), message.merged_round
-        concerns = (life, message.fragment_id, told) in self._sent
-        true = not concerns or (lineage, message.fragment_id, told, life) in self._merged
-        self.check(true and told <= message.version, f"{life} is told of a share that it does not have: {message}")
+        concerns = (incarnation, message.fragment_id, told) in self._sent
+        true = not concerns or (lineage, message.fragment_id, told, incarnation) in self._merged
+        self.check(
+            true and told <= message.version, f"{incarnation} is told of a share that it does not have: {message}"
+        )
         version = (lineage, message.fragment_id, message.version)
-        share = (*version, life) in self._merged and version not in self._goes_on
-        self.check(not share or told == message.version, f"{life} is not told of its share: {message}")
+        share = (*version, incarnation) in self._merged and version not in self._goes_on
+        self.check(not share or told == message.version, f"{incarnation} is not told of its share: {message}")
 
 
 class QuorumHolds(Checker):
@@ -355,8 +357,8 @@ class QuarantineHolds(Checker):
         self._excluded: dict[int, tuple[str, ...]] = {}
         # The round whose end the syncer is getting.
         self._ending: int | None = None
-        self._strikes: dict[Life, int] = defaultdict(int)
-        self._expelled: set[Life] = set()
+        self._strikes: dict[Incarnation, int] = defaultdict(int)
+        self._expelled: set[Incarnation] = set()
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
@@ -394,15 +396,20 @@ class QuarantineHolds(Checker):
         self.check(not both, f"round {global_step} counts {sorted(both)}, whose values were not usable")
         for name in merged:
             self._strikes[name, self._values[name, global_step]] = 0
-        for life in [(name, self._values[name, global_step]) for name in excluded]:
-            if self._connected.get(life[0]) != life[1]:
+        for incarnation in [(name, self._values[name, global_step]) for name in excluded]:
+            if self._connected.get(incarnation[0]) != incarnation[1]:
                 # The learner is not connected.
                 continue
-            self._strikes[life] += 1
-            if self._strikes[life] >= self.config.strikes_max:
-                told = any(isinstance(e, Send) and e.peer == life[0] and isinstance(e.message, Expel) for e in effects)
-                self.check(told, f"{life} has {self._strikes[life]} values in a row that were not usable, but stays")
-                self._expelled.add(life)
+            self._strikes[incarnation] += 1
+            if self._strikes[incarnation] >= self.config.strikes_max:
+                told = any(
+                    isinstance(e, Send) and e.peer == incarnation[0] and isinstance(e.message, Expel) for e in effects
+                )
+                self.check(
+                    told,
+                    f"{incarnation} has {self._strikes[incarnation]} values in a row that were not usable, but stays",
+                )
+                self._expelled.add(incarnation)
 
 
 def _dropped(message: LearnerMessage, effects: Effects) -> bool:

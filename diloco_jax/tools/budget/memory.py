@@ -1,4 +1,4 @@
-"""The memory of a run, from shapes alone: on chips, on the hosts of islands, and on the syncer's host."""
+"""The memory of a run, from shapes alone: on chips, on the hosts of islands, and on the syncer's machine."""
 
 import functools
 import math
@@ -30,7 +30,7 @@ CONNECTION_BYTES = 16 << 20
 # Copies of a fragment on its way to disk: its chunks, or the slices that form it.
 DISK_COPIES = 1
 # Arrays of a fragment beside the newest values: the one that is being decoded, and the free ones.
-HOST_COPIES = 1 + FREE_MAX
+CPU_COPIES = 1 + FREE_MAX
 
 
 class Hbm(NamedTuple):
@@ -75,7 +75,7 @@ class HostMemory(NamedTuple):
 
 
 class SyncerMemory(NamedTuple):
-    """The parts of the memory of the syncer's host, bytes."""
+    """The parts of the memory of the syncer's machine, bytes."""
 
     # Python, JAX and its compiler.
     process: float
@@ -203,7 +203,7 @@ def host_memory(run: ResolvedRun, island: IslandConfig, blueprint: Blueprint, em
     sizes = [held_elements(blueprint, fragment, island.hosts).on_host for fragment in run.fragments]
     return HostMemory(
         PROCESS_BYTES,
-        4.0 * (sum(sizes) + max(HOST_COPIES * max(sizes), sum(sizes))),
+        4.0 * (sum(sizes) + max(CPU_COPIES * max(sizes), sum(sizes))),
         _staged_at_once(run, run.payload_bytes(run.config.wire.up)) / island.hosts,
         blueprint.state_layout.num_bytes / island.hosts,
         sum(chip_memory(run, blueprint)) * emulated / island.hosts if emulated else 0.0,
@@ -211,7 +211,7 @@ def host_memory(run: ResolvedRun, island: IslandConfig, blueprint: Blueprint, em
 
 
 def syncer_memory(run: ResolvedRun) -> SyncerMemory:
-    """Return the memory of the syncer's host."""
+    """Return the memory of the syncer's machine."""
     config = run.config
     protocol = config.protocol
     model = 4.0 * sum(fragment.num_elements for fragment in run.fragments)

@@ -205,7 +205,7 @@ def island_needs(run: ResolvedRun, kind: IslandKind, blueprint: Blueprint) -> Is
 
 
 def syncer_needs(run: ResolvedRun) -> tuple[SyncerMemory, int]:
-    """Return the memory of the syncer's host, and the bytes of its snapshots on disk, 0 without snapshots."""
+    """Return the memory of the syncer's machine, and the bytes of its snapshots on disk, 0 without snapshots."""
     memory = syncer_memory(run)
     kept = run.config.checkpoints.keep + 1 if run.config.protocol.snapshot_every else 0
     return memory, round(kept * (memory.values + memory.outer_momentum + memory.left_out_by_rounding))

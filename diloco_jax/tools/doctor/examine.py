@@ -15,9 +15,9 @@ from rich.text import Text
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.local.machine import count_of, look
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.doctor import host
-from diloco_jax.tools.doctor.host import Check, Status
+from diloco_jax.tools.doctor import machine
 from diloco_jax.tools.doctor.link import Side, check_link, dialled
+from diloco_jax.tools.doctor.machine import Check, Status
 from diloco_jax.transport.endpoints.grpc_link import listen
 from diloco_jax.transport.endpoints.probe import SECONDS_MAX
 from diloco_jax.transport.link import check_name, split_address
@@ -46,28 +46,28 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
         raise ValueError(f"--seconds is {seconds}; use more than 0, at most {SECONDS_MAX:g}")
     name = check_name(island) if island else SYNCER
     side = dialled(config.transport, name, address)
-    part = host.part_of(config, island)
+    part = machine.part_of(config, island)
     local = _is_local(config, side)
     role = island or ("the syncer and all islands" if local else "the syncer")
     checks = [_check_config(config, island, role, part.parameters)]
-    checks.append(host.check_accelerators(config if local else None, os.environ))
+    checks.append(machine.check_accelerators(config if local else None, os.environ))
     checks += check_link(config, side, part, seconds)
-    checks.append(host.check_parts(config, island))
+    checks.append(machine.check_parts(config, island))
     if not config.model.own:
-        checks.append(host.check_data(config))
+        checks.append(machine.check_data(config))
     memory_bytes = part.memory_bytes
     if local and memory_bytes is not None:
-        memory_bytes += host.islands_memory(config)
-    checks += [host.check_memory(memory_bytes), host.check_disk(part.disk_bytes, run_dir)]
+        memory_bytes += machine.islands_memory(config)
+    checks += [machine.check_memory(memory_bytes), machine.check_disk(part.disk_bytes, run_dir)]
     own = config.island(island)
     # This reads the machine's devices, not JAX's, because a check must not take chips from a running run.
     emulated = not own.topology and look({}).emulates
     if island and not emulated and not config.islands.pathways:
-        checks.append(host.check_chips(own.slice))
-    checks.append(host.check_environment(os.environ, emulated=emulated or not island))
+        checks.append(machine.check_chips(own.slice))
+    checks.append(machine.check_environment(os.environ, emulated=emulated or not island))
     learners = 1 if island else config.islands.count
     # A control connection takes three descriptors at the syncer, because its front forwards it to gRPC.
-    checks.append(host.check_files(2 * learners * (config.transport.stripes + 3)))
+    checks.append(machine.check_files(2 * learners * (config.transport.stripes + 3)))
     return checks
 
 
@@ -132,7 +132,7 @@ def listening(config: RunConfig) -> Iterator[str]:
             f"transport.address is {config.transport.address}; --listen needs a port: add "
             "--transport.address 0.0.0.0:50051"
         )
-    settings = host.part_of(config).settings
+    settings = machine.part_of(config).settings
     listener = listen(config.transport, run_id=config.name)
     try:
         listener.stop_admitting()

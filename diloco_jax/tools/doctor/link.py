@@ -14,7 +14,7 @@ from diloco_jax.runtime.local.check_input import check_listens
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.budget.needs import LinkNeeds
-from diloco_jax.tools.doctor.host import Check, ProcessPart, Status, check_windows, mbit, of_error
+from diloco_jax.tools.doctor.machine import Check, ProcessPart, Status, check_windows, mbit, of_error
 from diloco_jax.tools.doctor.probing import Greeting, Rate, greet, measure
 from diloco_jax.transport.endpoints.probe import RUN_BYTES_MAX, versions
 from diloco_jax.transport.link import TransportConfig, TransportError, split_address

@@ -16,7 +16,7 @@ from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.common import IslandMachines, asked_of
 from diloco_jax.tools.launch.launcher import POD_ACCOUNT, Launcher, Plan, render
-from diloco_jax.tools.launch.needs import GIB, Needs, island_bytes, syncer_host
+from diloco_jax.tools.launch.needs import GIB, Needs, island_bytes, syncer_machine
 
 # The time until a process must have touched its health file; a token store may be copied first.
 START_MINUTES = 180
@@ -98,7 +98,7 @@ def island_manifest(config: RunConfig, each: IslandMachines, needs: Needs) -> st
 
 def syncer_manifest(config: RunConfig, needs: Needs) -> str:
     """Return the manifest of the syncer's StatefulSet and Service, and with `syncer.metrics` of its PodMonitoring."""
-    machine = syncer_host(config, needs)
+    machine = syncer_machine(config, needs)
     return render(
         "gke/syncer.yaml",
         **everywhere(config),

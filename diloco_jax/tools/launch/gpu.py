@@ -1,4 +1,4 @@
-"""GPU hosts: jobs of a Slurm cluster with a shared folder, or tasks of SkyPilot.
+"""GPU machines: jobs of a Slurm cluster with a shared folder, or tasks of SkyPilot.
 
 An island of N processes is a Slurm job with N tasks; Slurm places them and assigns the GPUs. SkyPilot starts one
 process on each node, and it gets all GPUs of the node. Fields of tasks: sky/utils/schemas.py of SkyPilot 0.14.
@@ -18,14 +18,14 @@ from diloco_jax.tools.launch.launcher import Plan, local, render
 from diloco_jax.tools.launch.needs import GIB, MARGIN, Needs, island_bytes, syncer_bytes
 
 COORDINATOR_PORT = 8482
-# The least host memory for each GPU, because the forecast does not include CUDA's memory.
+# The least CPU memory for each GPU, because the forecast does not include CUDA's memory.
 GPU_GIB = 16
 # Processors of the syncer, and of each process of an island.
 CPUS = 8
 
 
 class GpuLauncher(NamedTuple):
-    """A way of launching on GPU hosts."""
+    """A way of launching on GPU machines."""
 
     # The argument of `diloco launch`.
     name: str

@@ -16,7 +16,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
 from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines, asked_of
-from diloco_jax.tools.launch.needs import Needs, with_host
+from diloco_jax.tools.launch.needs import Needs, with_syncer_machine
 
 HEADER = "#!/usr/bin/env bash\n"
 # The Kubernetes service account of the pods.
@@ -69,7 +69,7 @@ class Launcher(NamedTuple):
         Args:
           needs: the machines' needs; None if the model cannot be loaded here.
         """
-        slices, config = self.slices(config), with_host(config, needs)
+        slices, config = self.slices(config), with_syncer_machine(config, needs)
         own = self.parts(config, slices, needs)
         create = (common.make_certificates(config), "./project.sh create", *own.create)
         delete = (*own.delete, "./project.sh delete")

@@ -30,7 +30,7 @@ _OTHERS_GIB = 1.1
 
 
 class SyncerMachine(NamedTuple):
-    """The host of a syncer."""
+    """The machine of a syncer."""
 
     machine_type: str
     # Memory that its process requests; 0 if unknown.
@@ -59,8 +59,8 @@ def needs_of(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def syncer_host(config: RunConfig, needs: Needs) -> SyncerMachine:
-    """Return the syncer's host: the config's, or the smallest one that has enough memory.
+def syncer_machine(config: RunConfig, needs: Needs) -> SyncerMachine:
+    """Return the syncer's machine: the config's, or the smallest one that has enough memory.
 
     Raises:
       ValueError: no machine type has enough memory, or the need is unknown.
@@ -99,9 +99,9 @@ def _on_host(kind: Mapping[str, Any]) -> float:
     return float(sum(kind["host"].values()) - kind["host"]["emulated_devices"])
 
 
-def with_host(config: RunConfig, needs: Needs) -> RunConfig:
-    """Return the config with the machine type of the syncer's host filled in."""
-    machine = syncer_host(config, needs).machine_type
+def with_syncer_machine(config: RunConfig, needs: Needs) -> RunConfig:
+    """Return the config with the syncer's machine type filled in."""
+    machine = syncer_machine(config, needs).machine_type
     return replace(config, cloud=replace(config.cloud, syncer_machine_type=machine))
 
 
@@ -109,7 +109,7 @@ def describe_needs(config: RunConfig, needs: Needs) -> Iterator[str]:
     """Yield lines for people: what machines need, and warnings if the config gives them too little."""
     if needs is None:
         return
-    cloud, syncer, host = config.cloud, needs["syncer"], syncer_host(config, needs)
+    cloud, syncer, machine = config.cloud, needs["syncer"], syncer_machine(config, needs)
     for each in needs["islands"]:
         names = each["islands"]
         whose = names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
@@ -122,13 +122,13 @@ def describe_needs(config: RunConfig, needs: Needs) -> Iterator[str]:
         )
         yield from _too_small("host_disk_gb", cloud.host_disk_gb, each["disk_bytes"])
     yield (
-        f"syncer ({host.machine_type}): {size(sum(syncer['memory'].values()))} of memory, {size(syncer['disk_bytes'])} "
-        f"on a disk of {cloud.syncer_disk_gb} GB"
+        f"syncer ({machine.machine_type}): {size(sum(syncer['memory'].values()))} of memory, "
+        f"{size(syncer['disk_bytes'])} on a disk of {cloud.syncer_disk_gb} GB"
     )
-    if 0 < host.limit_bytes < host.request_bytes:
+    if 0 < machine.limit_bytes < machine.request_bytes:
         yield (
-            f"warning: the syncer's process may need {size(host.request_bytes)}, but {host.machine_type} leaves it "
-            f"{size(host.limit_bytes)}; remove cloud.syncer_machine_type"
+            f"warning: the syncer's process may need {size(machine.request_bytes)}, but {machine.machine_type} leaves "
+            f"it {size(machine.limit_bytes)}; remove cloud.syncer_machine_type"
         )
     yield from _too_small("syncer_disk_gb", cloud.syncer_disk_gb, syncer["disk_bytes"])
     if not config.protocol.snapshot_every:

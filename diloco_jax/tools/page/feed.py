@@ -108,7 +108,7 @@ class RunFeed:
         # Number of events so far.
         self._told, self._finished = 0, False
         # Newest incarnation of each island, as the records write it.
-        self._lives: dict[str, str] = {}
+        self._incarnations: dict[str, str] = {}
         # End of the curves that were sent last.
         self._drawn_s = -1.0
         self._new_events: list[dict[str, Any]] = []
@@ -168,8 +168,8 @@ class RunFeed:
         kind, who, reason = record["kind"], record.get("members", []), record.get("reason", "")
         if kind == "joined":
             # An island of the same incarnation only has another connection.
-            kind = "back" if all(self._lives.get(name) == reason for name in who) else kind
-            self._lives |= dict.fromkeys(who, reason)
+            kind = "back" if all(self._incarnations.get(name) == reason for name in who) else kind
+            self._incarnations |= dict.fromkeys(who, reason)
         if kind == "life":
             kind, who = "started", ["syncer"]
         if kind == "alarm" and record.get("state") == "ends":

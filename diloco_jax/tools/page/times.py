@@ -27,20 +27,20 @@ class _Island:
     Attributes:
         at_s: time until which its uses are settled.
         since: start of each use after the newest step.
-        life: incarnation and local step.
+        progress: incarnation and local step.
         told_s: time in steps that its reports of waiting for data cover.
     """
 
     at_s: float
     used: dict[str, float] = field(default_factory=lambda: dict.fromkeys(USES, 0.0))
     since: list[tuple[float, str]] = field(default_factory=list)
-    life: tuple[int, int] = (-1, 0)
+    progress: tuple[int, int] = (-1, 0)
     told_s: float = 0.0
 
     def split(self, until_s: float) -> dict[str, float]:
         """Return the time since the newest step by use; without other records the island was between steps."""
         found, ends = dict.fromkeys(USES, 0.0), [*(t for t, _ in self.since), until_s]
-        pieces = [(self.at_s, ends[0], BETWEEN if self.life[1] else AWAY)]
+        pieces = [(self.at_s, ends[0], BETWEEN if self.progress[1] else AWAY)]
         pieces += [(begin, end, use) for (begin, use), end in zip(self.since, ends[1:], strict=True)]
         for begin, end, use in pieces:
             found[use] += max(0.0, min(end, until_s) - max(begin, self.at_s))
@@ -78,7 +78,7 @@ class IslandTimes:
             for name in record["members"]:
                 island = self._island(name)
                 if kind == "joined":
-                    use = BETWEEN if record["reason"] == f"incarnation {island.life[0]}" else JOINING
+                    use = BETWEEN if record["reason"] == f"incarnation {island.progress[0]}" else JOINING
                 else:
                     use = BETWEEN if kind == "back" else AWAY
                 # A silent island has been away since its last step.
@@ -91,13 +91,13 @@ class IslandTimes:
         return self._islands.setdefault(name, _Island(self._began_s or 0.0))
 
     def _step(self, record: Mapping[str, Any]) -> None:
-        t, step_s, life = record["t"], record["step_s"] or 0.0, (record["incarnation"], record["local_step"])
+        t, step_s, progress = record["t"], record["step_s"] or 0.0, (record["incarnation"], record["local_step"])
         if self._began_s is None:
             self._began_s = max(0.0, t - step_s)
             for each in self._islands.values():
                 each.at_s = self._began_s
         island = self._island(record["learner"])
-        steps = life[1] - island.life[1] if life[0] == island.life[0] else 1
+        steps = progress[1] - island.progress[1] if progress[0] == island.progress[0] else 1
         made_s = max(0, steps) * step_s
         busy_s = min(made_s, max(0.0, t - island.at_s))
         for use, seconds in island.split(t - busy_s).items():
@@ -106,7 +106,7 @@ class IslandTimes:
         early_s = min(made_s - busy_s, island.used[BETWEEN])
         island.used[BETWEEN] -= early_s
         island.used[TRAINING] += busy_s + early_s
-        island.at_s, island.life = max(t, island.at_s), life
+        island.at_s, island.progress = max(t, island.at_s), progress
         island.since.clear()
 
     def _waited(self, island: _Island, share: float) -> None:

@@ -146,9 +146,9 @@ def _memory(memory: Row) -> list[str]:
             f"{unit + ' memory':<14}{chip}, on each {unit} of {each['islands'][0]}",
             f"              {', '.join(f'{name} {size(one)}' for name, one in hbm.items())}",
             "              an estimate from shapes; `diloco preflight` compiles the programs and is exact",
-            f"host memory   {host} on each host: {_parts(each['host'])}",
+            f"CPU memory    {host} on each host: {_parts(each['host'])}",
         ]
-    return [*lines, f"syncer host   {size(sum(memory['syncer'].values()))}: {_parts(memory['syncer'])}"]
+    return [*lines, f"syncer memory {size(sum(memory['syncer'].values()))}: {_parts(memory['syncer'])}"]
 
 
 def _recovery(back: Row) -> list[str]:

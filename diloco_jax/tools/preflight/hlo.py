@@ -1,4 +1,4 @@
-"""The work of a compiled program, read from its HLO text: matrix FLOPs, collectives, and transfers to the host.
+"""The work of a compiled program, read from its HLO text: matrix FLOPs, collectives, and transfers to the CPU.
 
 The compiler's cost analysis counts the body of a loop once. This module counts every computation as often as it runs:
 the body of a `while` as often as its condition allows, other computations as often as their callers.
@@ -22,7 +22,7 @@ COLLECTIVES = (
 )  # fmt: skip
 HOST_TRANSFERS = ("infeed", "outfeed", "send", "recv")
 KERNEL = 'custom_call_target="tpu_custom_call"'
-# Words in the targets of custom calls that exchange data with the host.
+# Words in the targets of custom calls that exchange data with the CPU.
 HOST_CALLS = ("MoveToHost", "MoveToDevice", "callback", "HostExecute")
 
 _ARRAY = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,<=]*)\]")
@@ -108,7 +108,7 @@ class Program(NamedTuple):
     # FLOPs of dots and convolutions, 2 per multiply-add; products with padding and holes are not counted.
     matrix_flops: float
     collectives: tuple[Collective, ...]
-    # The names of instructions that exchange data with the host while the program runs.
+    # The names of instructions that exchange data with the CPU while the program runs.
     host_transfers: tuple[str, ...]
     # The number of devices that run the program together.
     devices: int

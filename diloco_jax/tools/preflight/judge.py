@@ -309,7 +309,7 @@ def _memory_problems(rows: Sequence[dict[str, Any]], island: dict[str, Any]) -> 
 
 
 def program_problems(topology: Topology, programs: Sequence[Built]) -> list[str]:
-    """List the programs with collectives, host transfers or devices that they must not have."""
+    """List the programs with collectives, transfers to the CPU or devices that they must not have."""
     problems = []
     for built in programs:
         program, name = built.program, built.name
@@ -320,7 +320,7 @@ def program_problems(topology: Topology, programs: Sequence[Built]) -> list[str]
             problems.append(f"'{name}' has collectives ({kinds}); staging and adoption must not have any")
         if program.host_transfers:
             problems.append(
-                f"'{name}' exchanges data with the host while it runs ({program.host_transfers[0]}); remove callbacks "
+                f"'{name}' exchanges data with the CPU while it runs ({program.host_transfers[0]}); remove callbacks "
                 "from the model"
             )
         if program.devices != topology.devices:

@@ -92,7 +92,7 @@ def _island(island: Row) -> list[str]:
     slow, fast = wire["gbit_per_s"]
     return [
         *lines,
-        f"  host memory   {size(island['host_bytes'])} of {size(island['host_limit_bytes'])} on each host for the "
+        f"  CPU memory    {size(island['host_bytes'])} of {size(island['host_limit_bytes'])} on each host for the "
         "process, the global model in float32, what arrives and what leaves",
         f"  WAN           per step {size(wire['up_bytes_per_step'])} up, {size(wire['down_bytes_per_step'])} down: "
         f"{slow:.3g} to {fast:.3g} Gbit/s for these times",

@@ -35,7 +35,7 @@ from diloco_jax.training.models.options import DecoderConfig
 from diloco_jax.training.sharding import MESH_AXES, MeshConfig
 
 # From few FLOPs and much memory to many FLOPs and little memory. `offload` is not among them, because it is not faster:
-# moving a number to the host and back takes about as long as recomputing it for a model of width 30,000 (32 GB/s and
+# moving a number to CPU memory and back takes about as long as recomputing it for a model of width 30,000 (32 GB/s and
 # half of 918 TFLOP/s, v6e).
 POLICIES = ("minimal", "mlp", "attention", "full")
 # Numbers that are tried in addition to the config's.

@@ -16,12 +16,12 @@ from diloco_jax.protocol.releases import decided_elsewhere
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
 from diloco_jax.protocol.syncer.tape import returns, stamps
 from diloco_jax.protocol.watch.auditor import Auditor
-from diloco_jax.protocol.watch.sample_book import Findings, Life, Range, joined
+from diloco_jax.protocol.watch.sample_book import Findings, Incarnation, Range, joined
 from diloco_jax.runtime.records.files import SUMMARY_FILE, TAPE_FILE, TAPES
 from diloco_jax.runtime.records.tape_file import read_lines
 from diloco_jax.runtime.records.telemetry import read_object
-from diloco_jax.tools.replay.guarantees import LEASED, OWN, RESUMED, DataOfLife, describe_guarantees, guarantees
-from diloco_jax.tools.replay.lives import Begin, Lost, OwnData, ResumedLoader, TapedStep, read_entries
+from diloco_jax.tools.replay.guarantees import LEASED, OWN, RESUMED, DataOfIncarnation, describe_guarantees, guarantees
+from diloco_jax.tools.replay.learner_tapes import Begin, Lost, OwnData, ResumedLoader, TapedStep, read_entries
 from diloco_jax.tools.replay.script import fingerprint_of, inputs, machine_of
 
 # The books are compared after these inputs.
@@ -64,7 +64,7 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
         told = "{} merged, {} overwritten, {} released and {} still leased".format(*fates)
         findings.add(f"{leased} were leased, but {told} make {sum(fates)}")
     tapes = sorted((run_dir / TAPES).glob("*.jsonl"))
-    lives = [_check_tape(path, findings, auditor.reported) for path in tapes]
+    incarnations = [_check_tape(path, findings, auditor.reported) for path in tapes]
     return {
         **book.fates._asdict(),
         "released_trained": auditor.released_trained,
@@ -75,24 +75,24 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
         "rounds": auditor.rounds,
         "exclusions_repeated": auditor.exclusions.repeated,
         "learner_tapes": len(tapes),
-        "data": guarantees(lives, [name for name, _ in (*findings.granted, *auditor.reported)]),
+        "data": guarantees(incarnations, [name for name, _ in (*findings.granted, *auditor.reported)]),
         "violations": findings.count,
         "first_violations": findings.texts,
     }
 
 
-def _check_tape(path: Path, findings: Findings, reported: Mapping[Life, int]) -> DataOfLife:
-    """Check that a life of a learner had only samples that were leased to it, and that its tape is whole.
+def _check_tape(path: Path, findings: Findings, reported: Mapping[Incarnation, int]) -> DataOfIncarnation:
+    """Check that an incarnation of a learner had only samples that were leased to it, and that its tape is whole.
 
     A step is written to the tape before it is reported. So even the tape of a killed learner has the newest reported
     step.
     """
-    life, local_step, own, lost = ("", 0), 0, list[Range](), False
-    data = DataOfLife("", 0)
+    incarnation, local_step, own, lost = ("", 0), 0, list[Range](), False
+    data = DataOfIncarnation("", 0)
     for number, entry in read_entries(path):
         if isinstance(entry, Begin):
-            life = (entry.learner_id, entry.incarnation)
-            own, data = joined(sorted(findings.granted.get(life, []))), DataOfLife(*life)
+            incarnation = (entry.learner_id, entry.incarnation)
+            own, data = joined(sorted(findings.granted.get(incarnation, []))), DataOfIncarnation(*incarnation)
         elif isinstance(entry, OwnData):
             data = data._replace(guarantee=entry.guarantee)
         elif isinstance(entry, ResumedLoader):
@@ -100,7 +100,7 @@ def _check_tape(path: Path, findings: Findings, reported: Mapping[Life, int]) ->
         elif isinstance(entry, Lost):
             lost = True
         elif isinstance(entry, TapedStep):
-            name = life[0]
+            name = incarnation[0]
             if entry.local_step != local_step + 1 and not lost:
                 findings.add(
                     f"{path.name} line {number} is of local step {entry.local_step}, expected {local_step + 1}"
@@ -116,10 +116,10 @@ def _check_tape(path: Path, findings: Findings, reported: Mapping[Life, int]) ->
                         "leased to it"
                     )
                     return data
-    if local_step < reported.get(life, 0):
+    if local_step < reported.get(incarnation, 0):
         findings.add(
-            f"{path.name} ends at local step {local_step}, but step {reported[life]} was reported: the end of the tape "
-            "is missing"
+            f"{path.name} ends at local step {local_step}, but step {reported[incarnation]} was reported: the end of "
+            "the tape is missing"
         )
     return data
 

@@ -1,21 +1,21 @@
 """Guarantees of the data that each learner's loop read: exactly once by lease, resumed by a loader's state, or own.
 
-A loader's position is counted in steps. A life whose loader continued after step s of an earlier life starts s steps
-after that life's start, so the steps that trained a position again follow from the tapes.
+A loader's position is counted in steps. An incarnation whose loader continued after step s of an earlier incarnation
+starts s steps after that one's start, so the steps that trained a position again follow from the tapes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.watch.sample_book import joined
-from diloco_jax.tools.replay.lives import ResumedLoader
+from diloco_jax.tools.replay.learner_tapes import ResumedLoader
 
 # From the weakest to the strongest guarantee. UNKNOWN: no tape of the learner is there.
 UNKNOWN, OWN, RESUMED, LEASED = GUARANTEES = "unknown", "own", "resumed", "leased"
 
 
-class DataOfLife(NamedTuple):
-    """Data of one life of a learner, as its tape shows it."""
+class DataOfIncarnation(NamedTuple):
+    """Data of one incarnation of a learner, as its tape shows it."""
 
     learner_id: str
     incarnation: int
@@ -25,42 +25,42 @@ class DataOfLife(NamedTuple):
     steps: int = 0
 
 
-def guarantees(lives: Iterable[DataOfLife], learners: Iterable[str]) -> dict[str, dict[str, Any]]:
+def guarantees(incarnations: Iterable[DataOfIncarnation], learners: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return for each learner its weakest guarantee, its steps, and the steps that read a batch again.
 
     Args:
-        lives: lives with a tape.
+        incarnations: incarnations with a tape.
         learners: names of all learners of the run.
 
     Returns:
         {learner: {"guarantee", "steps", "steps_again"}}; steps_again is None unless the guarantee is "resumed" and the
-        tape of every life that a loader continued from is there.
+        tape of every incarnation that a loader continued from is there.
     """
-    found: dict[str, list[DataOfLife]] = {name: [] for name in sorted(set(learners))}
-    for life in lives:
-        found.setdefault(life.learner_id, []).append(life)
-    return {name: _of_learner(sorted(own, key=lambda life: life.incarnation)) for name, own in sorted(found.items())}
+    found: dict[str, list[DataOfIncarnation]] = {name: [] for name in sorted(set(learners))}
+    for data in incarnations:
+        found.setdefault(data.learner_id, []).append(data)
+    return {name: _of_learner(sorted(own, key=lambda data: data.incarnation)) for name, own in sorted(found.items())}
 
 
-def _of_learner(lives: Sequence[DataOfLife]) -> dict[str, Any]:
+def _of_learner(incarnations: Sequence[DataOfIncarnation]) -> dict[str, Any]:
     # A guarantee of a later release counts as the weakest that this one knows.
-    known = [GUARANTEES.index(life.guarantee) if life.guarantee in GUARANTEES else 1 for life in lives]
+    known = [GUARANTEES.index(data.guarantee) if data.guarantee in GUARANTEES else 1 for data in incarnations]
     guarantee = GUARANTEES[min(known, default=0)]
-    again = _steps_again(lives) if guarantee == RESUMED else None
-    return {"guarantee": guarantee, "steps": sum(life.steps for life in lives), "steps_again": again}
+    again = _steps_again(incarnations) if guarantee == RESUMED else None
+    return {"guarantee": guarantee, "steps": sum(data.steps for data in incarnations), "steps_again": again}
 
 
-def _steps_again(lives: Sequence[DataOfLife]) -> int | None:
+def _steps_again(incarnations: Sequence[DataOfIncarnation]) -> int | None:
     starts: dict[int, int] = {}
     spans = []
-    for life in lives:
+    for data in incarnations:
         start = 0
-        if life.resumed is not None:
-            if life.resumed.incarnation not in starts:
+        if data.resumed is not None:
+            if data.resumed.incarnation not in starts:
                 return None
-            start = starts[life.resumed.incarnation] + life.resumed.local_step
-        starts[life.incarnation] = start
-        spans.append((start, start + life.steps))
+            start = starts[data.resumed.incarnation] + data.resumed.local_step
+        starts[data.incarnation] = start
+        spans.append((start, start + data.steps))
     read = sum(stop - start for start, stop in spans)
     return read - sum(stop - start for start, stop in joined(sorted(spans)))
 

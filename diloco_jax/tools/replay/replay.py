@@ -1,12 +1,12 @@
 """The replay of an asynchronous run: it is trained again from its tapes in one process, and compared bit for bit.
 
     syncer's tape --machine--> rounds, snapshots, restarts          (script.py)
-    learners' tapes ---------> the steps that these rounds need     (lives.py)
-    round by round: the contributing lives advance to their step    (replica.py), then the merge
+    learners' tapes ---------> the steps that these rounds need     (learner_tapes.py)
+    round by round: the contributing incarnations advance to their step    (replica.py), then the merge
 
-A life is one incarnation of a learner. A replay reads only the inputs of the training: positions of samples, global
-steps, and digests to compare. Lives advance in the order of the run. So a replay holds the states of the lives that ran
-at the same time, and the global values that a life will still adopt.
+A replay reads only the inputs of the training: positions of samples, global steps, and digests to compare. Incarnations
+advance in the order of the run. So a replay holds the states of the incarnations that ran at the same time, and the
+global values that an incarnation will still adopt.
 """
 
 import hashlib
@@ -33,9 +33,9 @@ from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.replay import script
-from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState
+from diloco_jax.tools.replay.learner_tapes import NeededIncarnations, TapedStep, TookState
 from diloco_jax.tools.replay.replica import Replica, Trainer, Values, use
-from diloco_jax.training.whole_state.layout import HostState
+from diloco_jax.training.whole_state.layout import StateArrays
 from diloco_jax.training.whole_state.moving import MovingLayout
 
 
@@ -56,14 +56,14 @@ class Replay:
         simulated = script.read_scenario(folder)
         budget = config.budget if simulated is None else simulated.budget
         self.script = script.read_script(folder / TAPE_FILE, config.protocol, config.train.steps, until, budget)
-        self.needs = NeededLives(folder, self.script)
+        self.needs = NeededIncarnations(folder, self.script)
         self.evaluator = Evaluator(config)
         resolved = resolve(config, self.evaluator.shapes, self.evaluator.kinds)
         self.trainer = Trainer(resolved, 1 if compare else config.island("").batch_size)
         ours = resolved.fingerprint(self.evaluator.corpus, self.trainer.island.base.digest)
         told = self.script.fingerprint
         if self.script.raised:
-            # The run's limits were raised, so lives at different times had different limits.
+            # The run's limits were raised, so incarnations at different times had different limits.
             ours, told = [tuple(p for p in pairs if p[0] != GLOBAL_STEPS) for pairs in (ours, told)]
         if compare and (different := script.differences(ours, told)):
             raise ValueError(f"this is not the program or the config of the run: {'; '.join(different)}")
@@ -78,7 +78,7 @@ class Replay:
         self._initial = self.model.capture()
         self._uses: Counter[script.Name] = self.needs.names
         self._values: dict[script.Name, Values] = {}
-        self._replicas: dict[script.LearnerLife, Replica] = {}
+        self._replicas: dict[script.LearnerIncarnation, Replica] = {}
         for fragment_id, (theirs, digest) in enumerate(zip(self.script.digests, self.model.digests, strict=True)):
             self._made(script.Name(fragment_id, 0, theirs), digest, f"fragment {fragment_id} of the initial model")
 
@@ -103,8 +103,8 @@ class Replay:
     def _round(self, this: script.MergedRound) -> None:
         order = this.order
         payloads = {}
-        for part, life in zip(order.contributions, this.lives, strict=True):
-            payloads[part.learner_id] = self._replica(life).value(order.fragment_id, part.local_step)
+        for part, incarnation in zip(order.contributions, this.incarnations, strict=True):
+            payloads[part.learner_id] = self._replica(incarnation).value(order.fragment_id, part.local_step)
         # Damage of a value on its way, or by `diloco chaos`, is not on the tapes, so `excluded` is passed in.
         merged = self.model.merge(order, payloads, this.excluded)
         where = f"fragment {order.fragment_id}, version {order.global_step}"
@@ -116,11 +116,11 @@ class Replay:
         self.merged_rounds += 1
         self.model.publish(merged)
         self._made(script.Name(order.fragment_id, order.global_step, this.digest), merged.state.digest, where)
-        # All lives advance with the run, so that old global values can be freed.
-        for life, local_step in this.reported:
-            need = self.needs.lives.get(life)
+        # All incarnations advance with the run, so that old global values can be freed.
+        for incarnation, local_step in this.reported:
+            need = self.needs.incarnations.get(incarnation)
             if need is not None and need.steps:
-                self._replica(life).advance(need.steps[min(local_step, len(need.steps)) - 1])
+                self._replica(incarnation).advance(need.steps[min(local_step, len(need.steps)) - 1])
 
     def _made(self, name: script.Name, digest: int, where: str) -> None:
         """Compare the newest value of a fragment with the run's, and keep the value if it will be used."""
@@ -132,14 +132,15 @@ class Replay:
     def _differ(self, where: str) -> None:
         self.difference = self.difference or where
 
-    def _replica(self, life: script.LearnerLife) -> Replica:
-        if life not in self._replicas:
-            planned = self.script.planned.get(life, 0) if self.script.raised else 0
-            self._replicas[life] = Replica(life, self.needs.lives[life], self.trainer, self, planned)
-        return self._replicas[life]
+    def _replica(self, incarnation: script.LearnerIncarnation) -> Replica:
+        if incarnation not in self._replicas:
+            planned = self.script.planned.get(incarnation, 0) if self.script.raised else 0
+            need = self.needs.incarnations[incarnation]
+            self._replicas[incarnation] = Replica(incarnation, need, self.trainer, self, planned)
+        return self._replicas[incarnation]
 
     def take(self, name: script.Name) -> Values:
-        """Return a global value that a life adopts; ValueError if no round has made it."""
+        """Return a global value that an incarnation adopts; ValueError if no round has made it."""
         if name not in self._values:
             raise ValueError(
                 f"version {name.version} of fragment {name.fragment_id} with digest {name.digest} was adopted, but no "
@@ -147,8 +148,8 @@ class Replay:
             )
         return use(self._values, self._uses, name)
 
-    def state_of(self, took: TookState, receiver: script.LearnerLife, held: dict[int, int]) -> HostState:
-        """Return the state that a life loaded from its donor."""
+    def state_of(self, took: TookState, receiver: script.LearnerIncarnation, held: dict[int, int]) -> StateArrays:
+        """Return the state that an incarnation loaded from its donor."""
         copies = self._replica(took.donor).copy(took.donor_step)
         if took.donor.learner_id != receiver.learner_id:
             # From another learner only moments came, rounded for the wire.
@@ -159,12 +160,12 @@ class Replay:
                 return state
         return copies[-1][1]
 
-    def on_loss(self, life: script.LearnerLife, step: TapedStep, loss: float) -> None:
+    def on_loss(self, incarnation: script.LearnerIncarnation, step: TapedStep, loss: float) -> None:
         """Compare the loss of a step with the tape, to find the first different step."""
         if self._compare and not self.step_difference and _on_tape(loss) != _on_tape(step.loss):
             self.step_difference = (
-                f"local step {step.local_step} of {life.learner_id} (incarnation {life.incarnation}): loss {loss}, "
-                f"the run had {step.loss}"
+                f"local step {step.local_step} of {incarnation.learner_id} (incarnation {incarnation.number}): "
+                f"loss {loss}, the run had {step.loss}"
             )
 
 
@@ -292,9 +293,9 @@ def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | No
 def _work(this: Replay, sample_tokens: int) -> dict[str, dict[str, int]]:
     """Return the repeated local steps and tokens of each learner."""
     learners: dict[str, dict[str, int]] = {}
-    for life, need in sorted(this.needs.lives.items()):
+    for incarnation, need in sorted(this.needs.incarnations.items()):
         steps = sum(line <= need.stop for line in need.steps)
-        row = learners.setdefault(life.learner_id, {"local_steps": 0, "tokens": 0})
+        row = learners.setdefault(incarnation.learner_id, {"local_steps": 0, "tokens": 0})
         row["local_steps"] += steps
         row["tokens"] += steps * need.step_samples * sample_tokens
     return learners

@@ -1,7 +1,7 @@
-"""Replicas: each repeats one life of a learner from its tape, with the same steps, data and incoming values.
+"""Replicas: each repeats one incarnation of a learner from its tape, with the same steps, data and incoming values.
 
-All lives of a replay share one island and its compiled programs. Each life has a separate training state, anchors and
-residuals, which are on the island only while the life advances. Lives exchange only global values and copies of whole
+All incarnations of a replay share one island and its compiled programs. Each has a separate training state, anchors and
+residuals, which are on the island only while it advances. Incarnations exchange only global values and copies of whole
 states.
 """
 
@@ -15,13 +15,13 @@ from diloco_jax.core import codec
 from diloco_jax.runtime.island.adoptions import Adoptions
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.settings.resolved import ResolvedRun
-from diloco_jax.tools.replay import lives
-from diloco_jax.tools.replay.script import LearnerLife, Name
+from diloco_jax.tools.replay import learner_tapes
+from diloco_jax.tools.replay.script import LearnerIncarnation, Name
 from diloco_jax.training.exchange.outgoing import HeldFragment
 from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.state import TrainState
-from diloco_jax.training.whole_state.layout import HostState
+from diloco_jax.training.whole_state.layout import StateArrays
 
 Values = dict[str, np.ndarray]
 K = TypeVar("K")
@@ -29,7 +29,7 @@ V = TypeVar("V")
 
 
 class Trainer:
-    """The island that all lives share in turn.
+    """The island that all incarnations share in turn.
 
     Args:
       sequences: the number of sequences that a sample on the tapes stands for.
@@ -39,7 +39,7 @@ class Trainer:
         config = run.config
         devices = jax.devices()[: config.island("").devices or None]
         self._loop = loop = BuiltInLoop(config, "", devices)
-        # The island has the state of the life that advances.
+        # The island has the state of the incarnation that advances.
         self.island: Island = loop.island
         self.fragments = run.fragments
         self._config = config
@@ -63,10 +63,10 @@ class Trainer:
         self._loop.rate = learning_rate(self._config.optimizer, steps or self._config.planned_steps)
 
     def fresh_adoptions(self) -> Adoptions:
-        """Return the adoptions of a new life, which has adopted and sent nothing."""
+        """Return the adoptions of a new incarnation, which has adopted and sent nothing."""
         return Adoptions(self.island, self.fragments, self.how)
 
-    def step(self, entry: lives.TapedStep) -> float:
+    def step(self, entry: learner_tapes.TapedStep) -> float:
         """Repeat an inner step on the island; return its loss."""
         ranges = [(start * self._sequences, stop * self._sequences) for start, stop in entry.ranges]
         size = sum(stop - start for start, stop in ranges)
@@ -79,32 +79,39 @@ class Trainer:
         return self._loop.wait(self._loop.step(entry.clock))["loss"]
 
 
-class OtherLives(Protocol):
-    """The values and states that a life needs from other lives."""
+class OtherIncarnations(Protocol):
+    """The values and states that an incarnation needs from other incarnations."""
 
     def take(self, name: Name) -> Values:
-        """Return a global value that this life adopts."""
+        """Return a global value that this incarnation adopts."""
 
-    def state_of(self, took: lives.TookState, receiver: LearnerLife, held: dict[int, int]) -> HostState:
-        """Return the state that this life loads; `held` has the versions of its fragments."""
+    def state_of(
+        self, took: learner_tapes.TookState, receiver: LearnerIncarnation, held: dict[int, int]
+    ) -> StateArrays:
+        """Return the state that this incarnation loads; `held` has the versions of its fragments."""
 
-    def on_loss(self, life: LearnerLife, step: lives.TapedStep, loss: float) -> None:
+    def on_loss(self, incarnation: LearnerIncarnation, step: learner_tapes.TapedStep, loss: float) -> None:
         """Receive the loss of a repeated step."""
 
 
 class Replica:
-    """The repetition of one life; `advance` repeats it up to a line of its tape."""
+    """The repetition of one incarnation; `advance` repeats it up to a line of its tape."""
 
     def __init__(
-        self, life: LearnerLife, need: lives.Outline, trainer: Trainer, world: OtherLives, planned_steps: int = 0
+        self,
+        incarnation: LearnerIncarnation,
+        need: learner_tapes.Outline,
+        trainer: Trainer,
+        world: OtherIncarnations,
+        planned_steps: int = 0,
     ) -> None:
-        self.life = life
+        self.incarnation = incarnation
         # The steps of its learning-rate schedule; 0: as in the config.
         self._planned_steps = planned_steps
         self._need = need
         self._trainer = trainer
         self._world = world
-        self._entries = lives.read_entries(need.path)
+        self._entries = learner_tapes.read_entries(need.path)
         # The last repeated line.
         self._line = 0
         self._state: TrainState | None = None
@@ -115,7 +122,7 @@ class Replica:
         # Encoded outer gradients by (fragment, local step).
         self._payloads: dict[tuple[int, int], bytes] = {}
         # Copies of the state with the versions of its fragments, by local step.
-        self._copies: dict[int, list[tuple[dict[int, int], HostState]]] = {}
+        self._copies: dict[int, list[tuple[dict[int, int], StateArrays]]] = {}
 
     def _fragments_by_step(self) -> dict[int, set[int]]:
         wanted: dict[int, set[int]] = {}
@@ -131,8 +138,8 @@ class Replica:
         self.advance(self._need.steps[local_step - 1])
         return use(self._payloads, self._need.values, (fragment_id, local_step))
 
-    def copy(self, local_step: int) -> list[tuple[dict[int, int], HostState]]:
-        """Return the copies of the state after a local step, each with the versions of the life's fragments."""
+    def copy(self, local_step: int) -> list[tuple[dict[int, int], StateArrays]]:
+        """Return the copies of the state after a local step, each with the versions of the incarnation's fragments."""
         self.advance(max(self._need.copied[local_step]))
         return use(self._copies, self._need.copies, local_step)
 
@@ -149,7 +156,7 @@ class Replica:
             self._repeat(entry)
             self._line = number
         self._state = self._trainer.island.state
-        # At the end of the life, only its payloads and copies are still needed.
+        # At the end of the incarnation, only its payloads and copies are still needed.
         if self._line >= self._need.stop:
             self._entries.close()
             self._state = None
@@ -161,27 +168,27 @@ class Replica:
         self._trainer.island.state = self._state if self._state is not None else self._trainer.fresh()
         self._trainer.island.exchange.held = self._held
 
-    def _repeat(self, entry: lives.Entry) -> None:
+    def _repeat(self, entry: learner_tapes.Entry) -> None:
         match entry:
-            case lives.TapedStep():
+            case learner_tapes.TapedStep():
                 loss = self._trainer.step(entry)
-                self._world.on_loss(self.life, entry, loss)
+                self._world.on_loss(self.incarnation, entry, loss)
                 for fragment_id in sorted(self._stage_at.get(entry.local_step, ())):
                     self._stage(fragment_id, entry.local_step)
-            case lives.TookValue((fragment_id, version, _) as name, merged_round):
+            case learner_tapes.TookValue((fragment_id, version, _) as name, merged_round):
                 self._versions[fragment_id] = version
                 self._adoptions.unstage_all(fragment_id)
                 self._adoptions.adopt(fragment_id, version, merged_round, self._world.take(name))
-            case lives.TookState():
-                # The donor's life may have to advance, which replaces the state on the island.
+            case learner_tapes.TookState():
+                # The donor's incarnation may have to advance, which replaces the state on the island.
                 self._state = self._trainer.island.state
-                state = self._world.state_of(entry, self.life, self._versions)
+                state = self._world.state_of(entry, self.incarnation, self._versions)
                 self._enter()
                 self._trainer.island.load_state(state, [self._trainer.fragments[p] for p in entry.fragments])
-            case lives.Copied(local_step) if self._need.copies[local_step]:
+            case learner_tapes.Copied(local_step) if self._need.copies[local_step]:
                 copy = (dict(self._versions), self._trainer.island.stage_state().value())
                 self._copies.setdefault(local_step, []).append(copy)
-            case lives.SentValue():
+            case learner_tapes.SentValue():
                 self._adoptions.take_for_round(*entry)
 
     def _stage(self, fragment_id: int, local_step: int) -> None:

@@ -24,8 +24,8 @@ from diloco_jax.protocol.syncer.tape import (
     Moment,
     back_to,
     captured,
-    check_life,
     limits_before,
+    remove_stamp,
     replay,
     returns,
     stamps,
@@ -46,11 +46,11 @@ FIELDS_MIN = 5
 BEGIN_FIELDS_MIN = 3
 
 
-class LearnerLife(NamedTuple):
+class LearnerIncarnation(NamedTuple):
     """One incarnation of a learner."""
 
     learner_id: str
-    incarnation: int
+    number: int
 
 
 class Name(NamedTuple):
@@ -65,13 +65,13 @@ class MergedRound(NamedTuple):
     """A round that merged at least one value."""
 
     order: Merge
-    # The lives of the order's parts.
-    lives: tuple[LearnerLife, ...]
+    # The incarnations of the order's parts.
+    incarnations: tuple[LearnerIncarnation, ...]
     # The digest of the new value in the run.
     digest: int
     excluded: tuple[str, ...]
     # The newest local steps that were reported since the previous round.
-    reported: tuple[tuple[LearnerLife, int], ...]
+    reported: tuple[tuple[LearnerIncarnation, int], ...]
 
 
 class SnapshotPoint(NamedTuple):
@@ -107,34 +107,34 @@ class Script:
     global_step: int = 0
     # Whether the run's limits, and so its learning-rate schedule, changed during the run.
     raised: bool = False
-    # The steps of each life's learning-rate schedule, from its greeting.
-    planned: dict[LearnerLife, int] = field(default_factory=dict)
+    # The steps of each incarnation's learning-rate schedule, from its greeting.
+    planned: dict[LearnerIncarnation, int] = field(default_factory=dict)
     # The number of returns to each snapshot.
     returns: Counter[Moment] = field(default_factory=Counter)
-    # The newest local step that each life has reported.
-    newest: dict[LearnerLife, int] = field(default_factory=dict)
+    # The newest local step that each incarnation has reported.
+    newest: dict[LearnerIncarnation, int] = field(default_factory=dict)
     # Descriptions of rounds whose recorded norms lead to other exclusions than the run's.
     wrong_exclusions: list[str] = field(default_factory=list)
-    # The life whose value is kept, by (round, learner).
-    _values: dict[tuple[int, str], LearnerLife] = field(default_factory=dict)
-    _orders: dict[int, tuple[Merge, tuple[LearnerLife, ...]]] = field(default_factory=dict)
-    _reported: dict[LearnerLife, int] = field(default_factory=dict)
+    # The incarnation whose value is kept, by (round, learner).
+    _values: dict[tuple[int, str], LearnerIncarnation] = field(default_factory=dict)
+    _orders: dict[int, tuple[Merge, tuple[LearnerIncarnation, ...]]] = field(default_factory=dict)
+    _reported: dict[LearnerIncarnation, int] = field(default_factory=dict)
 
     def take(self, line: list[Any], effects: list[Effect]) -> None:
         """Add the events of one input of the machine, given its line on the tape and its effects."""
         kind, events = line[0], self.events
         if kind == "merged":
-            order, lives = self._orders.pop(line[2])
+            order, incarnations = self._orders.pop(line[2])
             # If all values were excluded, the round has merged nothing.
             if len(line[4]) < len(order.contributions):
                 reported, self._reported = tuple(self._reported.items()), {}
-                events.append(MergedRound(order, lives, line[3], tuple(line[4]), reported))
+                events.append(MergedRound(order, incarnations, line[3], tuple(line[4]), reported))
         elif kind == "StepReport":
-            life = LearnerLife(line[2], line[3])
-            self._reported[life] = max(line[4], self._reported.get(life, 0))
-            self.newest[life] = max(line[4], self.newest.get(life, 0))
+            incarnation = LearnerIncarnation(line[2], line[3])
+            self._reported[incarnation] = max(line[4], self._reported.get(incarnation, 0))
+            self.newest[incarnation] = max(line[4], self.newest.get(incarnation, 0))
         elif kind == "FragmentValue" and not any(isinstance(e, Drop) and e.peer == line[2] for e in effects):
-            self._values[line[4], line[2]] = LearnerLife(line[2], line[3])
+            self._values[line[4], line[2]] = LearnerIncarnation(line[2], line[3])
         elif kind == "Hello":
             self._greeted(line)
         elif kind == "limits":
@@ -147,19 +147,19 @@ class Script:
             events.append(Back(moment))
         for effect in effects:
             if isinstance(effect, Merge):
-                lives = tuple(self._values.pop((effect.global_step, each.learner_id)) for each in effect.contributions)
-                self._orders[effect.global_step] = (effect, lives)
+                merged = tuple(self._values.pop((effect.global_step, each.learner_id)) for each in effect.contributions)
+                self._orders[effect.global_step] = (effect, merged)
             elif isinstance(effect, Restore):
                 # The line is an AnchorValue, which has the digest of the value.
                 events.append(Brought(Name(effect.fragment_id, effect.version, line[6])))
             elif isinstance(effect, Discard):
-                self._values = {key: life for key, life in self._values.items() if key[0] != effect.global_step}
+                self._values = {key: value for key, value in self._values.items() if key[0] != effect.global_step}
         events += [SnapshotPoint(moment) for moment in captured(kind, line[2:], effects)]
 
     def _greeted(self, line: list[Any]) -> None:
         told = dict(map(tuple, line[4])).get(GLOBAL_STEPS, "").split()
         if told and told[0].isdecimal():
-            self.planned[LearnerLife(line[2], line[3])] = int(told[0])
+            self.planned[LearnerIncarnation(line[2], line[3])] = int(told[0])
 
 
 def read_script(
@@ -241,7 +241,7 @@ def fingerprint_of(tape: Path) -> Fingerprint:
     try:
         for number, line in enumerate(read_lines(tape), start=1):
             if line.startswith('["begin"'):
-                check_life(number, "begin", _loaded(tape, number, line, BEGIN_FIELDS_MIN)[2:])
+                remove_stamp(number, "begin", _loaded(tape, number, line, BEGIN_FIELDS_MIN)[2:])
             elif line.startswith('["Hello"'):
                 hello = _loaded(tape, number, line)
                 greetings.setdefault((hello[2], hello[3]), hello[4])

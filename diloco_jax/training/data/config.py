@@ -130,7 +130,7 @@ class DataConfig:
     prefetch: int = 4
     """Batches that each process of an island reads ahead on a separate thread, 1 GB at most. 0: the thread of the steps
     reads each batch while the previous step runs, for a source that must not be read on another thread. Raise it if the
-    metric waiting_for_data shows that steps wait for the source; each batch takes host memory."""
+    metric waiting_for_data shows that steps wait for the source; each batch takes CPU memory."""
     module: str = ""
     """Your own source as package.module:Name, instead of path and format: a class with `__len__` and `__getitem__`,
     whose samples are arrays of train.seq_len + 1 ids below vocab_size. Set it if your samples come from a database, a

@@ -40,7 +40,7 @@ from diloco_jax.training.state import Params
 
 AdoptMode = Literal["overwrite", "blend", "rebase"]
 # Float32 arrays by Slice.key; on one host of several, a HeldSlice with the blocks that its devices need.
-HostValues = dict[str, Any]
+CpuValues = dict[str, Any]
 # Parameters by path. Only those of a fragment are read, because reading one may cost something.
 TensorsByPath = Mapping[str, Any]
 
@@ -208,7 +208,7 @@ class Exchange:
             yield "rebase", lambda: self._incoming(fragment, True).compiled
 
     def stage(self, params: TensorsByPath, fragment: Fragment) -> StagedFragment:
-        """Queue a copy of a fragment's update, from the present parameters, to host memory; return at once.
+        """Queue a copy of a fragment's update, from the present parameters, to CPU memory; return at once.
 
             update = anchor - local + residual
 
@@ -233,7 +233,7 @@ class Exchange:
                 found.setdefault(host, {})[window.part.key] = list(by_bounds.values())
         return found
 
-    def place(self, fragment: Fragment, values: HostValues) -> PlacedValue:
+    def place(self, fragment: Fragment, values: CpuValues) -> PlacedValue:
         """Start to copy a value to the devices, for `adopt`; any thread. ValueError if its names or shapes differ."""
         fragment.check(values)
         windows = self._windows_of(fragment).windows
@@ -243,7 +243,7 @@ class Exchange:
         self,
         params: TensorsByPath,
         fragment: Fragment,
-        values: HostValues | PlacedValue,
+        values: CpuValues | PlacedValue,
         mode: AdoptMode,
         alpha: float,
         sent: StagedFragment | None,
@@ -283,7 +283,7 @@ class Exchange:
 
         return self._once("zeros", lambda: jax.jit(zeros, out_shardings=layouts).lower().compile())()
 
-    def overwrite(self, params: TensorsByPath, fragment: Fragment, values: HostValues) -> Params:
+    def overwrite(self, params: TensorsByPath, fragment: Fragment, values: CpuValues) -> Params:
         """Replace a fragment without making the values its anchor; return its new tensors. ValueError as in `adopt`."""
         return self._blend(params, fragment, self.place(fragment, values).arrays, (), 0.0)
 

@@ -1,7 +1,7 @@
 """Staging of a fragment: one program on all devices encodes its update, anchor - local, for the wire.
 
 The program runs behind the running inner step and before the next one, which donates the parameters; the caller does
-not wait. Only the encoded update goes to host memory, for int4 an eighth of the bytes of the parameters. Devices that
+not wait. Only the encoded update goes to CPU memory, for int4 an eighth of the bytes of the parameters. Devices that
 hold the same values encode a share of them each.
 
 Error feedback: the residual is what rounding takes from an update, and it is added to the next update. A staged copy
@@ -26,7 +26,7 @@ from diloco_jax.core.codec import Bytes
 from diloco_jax.core.host_bytes import Buffer
 from diloco_jax.training.exchange.outgoing_bytes import (
     Copies,
-    HostArrays,
+    CpuArrays,
     OutgoingBytes,
     Stream,
     flat_spec,
@@ -46,7 +46,7 @@ class Residual(NamedTuple):
     # each device rounds.
     on_devices: Mapping[Axes, Float32[Array, "n"]]
     # By key, for the tensors that the host encodes.
-    on_host: HostArrays
+    on_cpu: CpuArrays
 
 
 # A payload and the residual after it.
@@ -93,7 +93,7 @@ class StagedFragment:
     @property
     def has_loose(self) -> bool:
         """Return whether the first process needs the results of `loose` on the other processes."""
-        return self._bytes.in_parts and bool(self._bytes.on_host)
+        return self._bytes.in_parts and bool(self._bytes.on_cpu)
 
     def loose(self) -> list[Buffer]:
         """Wait for the copies, and return this process's pieces of the tensors that the first process encodes."""
@@ -124,14 +124,14 @@ class StagedFragment:
             if self._encoded is None:
                 if self.has_loose and self._loose is None:
                     self._loose = self._bytes.loose(self._copies)
-                before, how = self._before.on_host, self._bytes
+                before, how = self._before.on_cpu, self._bytes
                 try:
                     payload: bytes | list[Buffer]
                     if how.in_parts:
-                        payload, on_host = how.part(self._copies, before, self.of_others())
+                        payload, on_cpu = how.part(self._copies, before, self.of_others())
                     else:
-                        payload, on_host = how.whole(self._copies, before)
-                    self._encoded = payload, Residual(self._on_devices, on_host)
+                        payload, on_cpu = how.whole(self._copies, before)
+                    self._encoded = payload, Residual(self._on_devices, on_cpu)
                 except codec.NotFinite as error:
                     self._encoded = error
                 self._copies = ()
@@ -158,7 +158,7 @@ class OutgoingProgram:
         self.compiled = once(("out", on.geometry), self._compile)
 
     def dispatch(self, params: Mapping[str, Any], held: HeldFragment) -> StagedFragment:
-        """Dispatch the program, and copies of its results to the host; return at once."""
+        """Dispatch the program, and copies of its results to CPU memory; return at once."""
         tensors = [params[path] for path in self._on.paths]
         out: _Outputs = self.compiled(tensors, held.anchor, held.residual.on_devices, self._on.starts)
         named = [(stream, number, out.streams[stream].addressable_data(i)) for stream, number, i in self._bytes.local]
@@ -172,8 +172,8 @@ class OutgoingProgram:
         on_devices = {
             axes: put_array(np.zeros(leaf.shape, np.float32), leaf.sharding) for axes, leaf in self._residuals().items()
         }
-        on_host = {key: np.zeros(self._bytes.windows[key].shape, np.float32) for key in self._bytes.on_host}
-        return Residual(on_devices, on_host)
+        on_cpu = {key: np.zeros(self._bytes.windows[key].shape, np.float32) for key in self._bytes.on_cpu}
+        return Residual(on_devices, on_cpu)
 
     def _compile(self) -> jax.stages.Compiled:
         on = self._on

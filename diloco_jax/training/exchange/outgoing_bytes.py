@@ -21,7 +21,7 @@ from diloco_jax.core.codec import Bytes
 from diloco_jax.core.host_bytes import Buffer, Runs, concat, pack_host_bytes, runs_of_box
 from diloco_jax.training.exchange.windows import Axes, Index, Shape, Window
 
-HostArrays = Mapping[str, Shaped[np.ndarray, "..."]]
+CpuArrays = Mapping[str, Shaped[np.ndarray, "..."]]
 Kind = Literal["codes", "scales", "floats"]
 # One array from the devices has values of one kind, of all tensors that are sharded over the same mesh axes.
 Stream = tuple[Kind, Axes]
@@ -95,9 +95,9 @@ class OutgoingBytes:
         self._format = format
         self._integer = codec.is_integer(format)
         # The keys of the tensors that the host encodes.
-        self.on_host = {key for key, window in self.windows.items() if self._integer and window.block_dim is None}
+        self.on_cpu = {key for key, window in self.windows.items() if self._integer and window.block_dim is None}
         # The windows that the devices encode, by key.
-        self.rounded = {key: w for key, w in self.windows.items() if format != "float32" and key not in self.on_host}
+        self.rounded = {key: w for key, w in self.windows.items() if format != "float32" and key not in self.on_cpu}
         # The streams that the devices send.
         self.streams = sorted(
             {(kind, window.axes) for key, window in self.windows.items() for kind in self._kinds(key)}
@@ -119,7 +119,7 @@ class OutgoingBytes:
         # The arrays that this process gets: (stream, position in the mesh, position among this process's devices).
         self.local = [(stream, number, mine.index(number)) for stream, number in self._items if number in mine]
 
-    def whole(self, copies: Copies, before: HostArrays) -> tuple[bytes, dict[str, Float32[np.ndarray, "..."]]]:
+    def whole(self, copies: Copies, before: CpuArrays) -> tuple[bytes, dict[str, Float32[np.ndarray, "..."]]]:
         """Build the whole payload; return it with the new residuals of the tensors that the host encodes.
 
         Args:
@@ -142,7 +142,7 @@ class OutgoingBytes:
         return bytes(payload), after
 
     def part(
-        self, copies: Copies, before: HostArrays, others: Mapping[int, Bytes]
+        self, copies: Copies, before: CpuArrays, others: Mapping[int, Bytes]
     ) -> tuple[list[Buffer], dict[str, Float32[np.ndarray, "..."]]]:
         """Wait for this process's devices, and build its part of the payload, in pieces.
 
@@ -167,7 +167,7 @@ class OutgoingBytes:
         for stream, number, copy in copies:
             flat = np.asarray(copy)
             for item in self._items[stream, number]:
-                if item.key not in self.on_host:
+                if item.key not in self.on_cpu:
                     piece = item.piece(flat)
                     if stream[0] == "scales":
                         self._check(item.key, piece)
@@ -181,7 +181,7 @@ class OutgoingBytes:
 
     def _joined(self, copies: Copies, others: Mapping[int, Bytes]) -> dict[str, Float32[np.ndarray, "..."]]:
         """Join the tensors that the host encodes from the pieces of all processes."""
-        joined = {key: np.empty(self.windows[key].shape, np.float32) for key in self.windows if key in self.on_host}
+        joined = {key: np.empty(self.windows[key].shape, np.float32) for key in self.windows if key in self.on_cpu}
         own = b"".join(self.loose(copies))
         for process in sorted(set(self._process_of)):
             flat, at = np.frombuffer(own if process == self._process else others.get(process, b""), np.float32), 0
@@ -196,14 +196,14 @@ class OutgoingBytes:
         return joined
 
     def _encoded(
-        self, copies: Copies, before: HostArrays, others: Mapping[int, Bytes]
+        self, copies: Copies, before: CpuArrays, others: Mapping[int, Bytes]
     ) -> tuple[dict[str, bytes], dict[str, Float32[np.ndarray, "..."]]]:
         """Encode the tensors that the host encodes; return scales and codes by key, and residuals by key."""
         encoded, after = {}, {}
         for key, floats in self._joined(copies, others).items():
             update = (floats + before[key]).reshape(-1)
-            codes, scales = codec.quantize_on_host(update, self._format)
-            kept_back = update - codec.dequantize_on_host(codes, scales, update.size, self._format)
+            codes, scales = codec.quantize_on_cpu(update, self._format)
+            kept_back = update - codec.dequantize_on_cpu(codes, scales, update.size, self._format)
             self._check(key, scales)
             encoded[key] = b"".join([codec.as_bytes(scales), codec.as_bytes(codes)])
             after[key] = kept_back.reshape(self.windows[key].shape)
@@ -222,13 +222,13 @@ class OutgoingBytes:
             kind = stream[0]
             item_bytes = self._item_bytes(kind)
             for item in self._items[stream, number]:
-                if item.key in self.on_host:
+                if item.key in self.on_cpu:
                     continue
                 grid = self._grid(kind, item.key, self.windows[item.key].shape)
                 box = (*item.where, *(slice(0, n) for n in grid[len(item.where) :]))
                 runs.append(runs_of_box(offsets[kind, item.key], grid, box, item_bytes))
         if self._process == LEADER:
-            for key in (key for key in self.windows if key in self.on_host):
+            for key in (key for key in self.windows if key in self.on_cpu):
                 size = codec.encoded_size([self.windows[key].shape], self._format)
                 runs.append(runs_of_box(offsets["scales", key], (size,), (slice(0, size),), 1))
         return concat(*runs)
@@ -260,7 +260,7 @@ class OutgoingBytes:
             for source, items in self._items.items()
             if self._process_of[source[1]] == process
             for item in items
-            if item.key in self.on_host
+            if item.key in self.on_cpu
         ]
 
     def _kinds(self, key: str) -> tuple[Kind, ...]:

@@ -125,7 +125,7 @@ def checkpoint(function: LayerFunction, remat: str, *, scanned: bool) -> LayerFu
 
     Args:
       remat: `none` keeps every activation; `full` keeps only the layer's input; the policies of KEPT also keep the
-        results that they list; `offload` keeps the same as `minimal`, with the MLP's results in host memory; other
+        results that they list; `offload` keeps the same as `minimal`, with the MLP's results in CPU memory; other
         names are those of `jax.checkpoint_policies`.
       scanned: whether the function is the body of a scan.
     """

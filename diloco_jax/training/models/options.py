@@ -226,7 +226,7 @@ class DecoderConfig:
     is one tensor for all layers, or for all layers at one position of the pattern."""
     remat: Remat = "none"
     """Computations that the backward pass repeats, from many to few: full (whole blocks), attention (all but attention
-    itself), mlp (only the MLP), minimal (no matrix product), offload (like minimal, but the MLP's results wait in host
+    itself), mlp (only the MLP), minimal (no matrix product), offload (like minimal, but the MLP's results wait in CPU
     memory), none (nothing). Or dots_saveable or dots_with_no_batch_dims_saveable, of jax.checkpoint_policies."""
     splash_block: int = 0
     """Tokens of a tile of the splash kernel, a power of two from 128 to 2048; 0 = a tuned size. If it does not divide

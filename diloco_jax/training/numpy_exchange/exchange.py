@@ -16,10 +16,10 @@ from jaxtyping import Float32
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import WHOLE, Fragment, Slice
 from diloco_jax.core.kinds import Order, inverse, with_order
-from diloco_jax.training.exchange.exchange import AdoptMode, HostValues
-from diloco_jax.training.numpy_exchange.holder import HostArray, HostHolder
+from diloco_jax.training.exchange.exchange import AdoptMode, CpuValues
+from diloco_jax.training.numpy_exchange.holder import CpuArray, HostHolder
 from diloco_jax.training.numpy_exchange.rounding import DType, as_float32, as_held, blended, rebased, rounded
-from diloco_jax.training.whole_state.staging import HostCopy
+from diloco_jax.training.whole_state.staging import CpuCopy
 
 # Flat arrays by Slice.key; empty before the first rounding.
 Residuals = Mapping[str, Float32[np.ndarray, "n"]]
@@ -28,7 +28,7 @@ Residuals = Mapping[str, Float32[np.ndarray, "n"]]
 class Anchored(NamedTuple):
     """The global value that the island adopted last, and what rounding has left out of its updates so far."""
 
-    values: HostValues
+    values: CpuValues
     residual: Residuals
 
 
@@ -106,18 +106,18 @@ class CopiedFragment:
 
 
 class PieceCopies:
-    """Copies of a fragment's pieces in host memory, or on their way there.
+    """Copies of a fragment's pieces in CPU memory, or on their way there.
 
     Args:
       copies: the copies as they are stored, by the key of the canonical piece.
       orders: the stored axes in canonical order, by the same keys.
     """
 
-    def __init__(self, copies: Mapping[str, HostCopy], orders: Mapping[str, Order]) -> None:
+    def __init__(self, copies: Mapping[str, CpuCopy], orders: Mapping[str, Order]) -> None:
         self._copies = copies
         self._orders = orders
 
-    def array(self, key: str) -> HostArray:
+    def array(self, key: str) -> CpuArray:
         """Wait for the copy of a piece, and return it with canonical axes."""
         return with_order(np.asarray(self._copies[key]), self._orders[key])
 
@@ -148,7 +148,7 @@ class CanonicalPieces:
         orders = {part.key: self._orders[part.path] for part in fragment.slices}
         return PieceCopies({key: copies[part.key] for key, part in stored.items()}, orders)
 
-    def write(self, values: Mapping[Slice, HostArray]) -> None:
+    def write(self, values: Mapping[Slice, CpuArray]) -> None:
         """Replace pieces of the parameters."""
         self._holder.write(
             {self._stored(part): with_order(value, inverse(self._orders[part.path])) for part, value in values.items()}
@@ -159,8 +159,8 @@ class CanonicalPieces:
         return part if part.axis == WHOLE else part._replace(axis=self._orders[part.path][part.axis])
 
 
-class HostExchange:
-    """The anchors and residuals of an island's fragments, in host memory.
+class NumpyExchange:
+    """The anchors and residuals of an island's fragments, in CPU memory.
 
     Args:
       holder: the owner of the parameters.
@@ -187,7 +187,7 @@ class HostExchange:
         return CopiedFragment(fragment, self._dtypes, self._format, held, copies, self._rebase)
 
     def adopt(
-        self, fragment: Fragment, values: HostValues, mode: AdoptMode, alpha: float, sent: CopiedFragment | None
+        self, fragment: Fragment, values: CpuValues, mode: AdoptMode, alpha: float, sent: CopiedFragment | None
     ) -> None:
         """Adopt a merged fragment between two steps, as `ExchangedState.adopt` does; ValueError likewise."""
         if mode == "rebase" and (sent is None or not self._rebase):
@@ -207,12 +207,12 @@ class HostExchange:
             residual = held.residual if held is not None else {}
         self.held[fragment.fragment_id] = Anchored(values, residual)
 
-    def overwrite(self, fragment: Fragment, values: HostValues) -> None:
+    def overwrite(self, fragment: Fragment, values: CpuValues) -> None:
         """Replace a fragment without making the values its anchor; ValueError as in `adopt`."""
         fragment.check(values)
         self._pieces.write({part: self._in_type(part, values[part.key]) for part in fragment.slices})
 
-    def anchors(self, fragments: Iterable[Fragment]) -> dict[str, HostArray]:
+    def anchors(self, fragments: Iterable[Fragment]) -> dict[str, CpuArray]:
         """Return the global model: the parameters that adopting all fragments right now would give, by path."""
         found = {path: np.zeros(shape, self._dtypes[path]) for path, shape in self._shapes.items()}
         canonical = {path: with_order(array, self._orders[path]) for path, array in found.items()}
@@ -221,13 +221,13 @@ class HostExchange:
                 canonical[part.path][part.at] = self._in_type(part, self.held[fragment.fragment_id].values[part.key])
         return found
 
-    def _in_type(self, part: Slice, value: Float32[np.ndarray, "..."]) -> HostArray:
+    def _in_type(self, part: Slice, value: Float32[np.ndarray, "..."]) -> CpuArray:
         with np.errstate(over="ignore"):
             return value.astype(self._dtypes[part.path], copy=False)
 
     def _met(
-        self, part: Slice, local: HostArray, values: HostValues, alpha: float, sent: CopiedFragment | None
-    ) -> HostArray:
+        self, part: Slice, local: CpuArray, values: CpuValues, alpha: float, sent: CopiedFragment | None
+    ) -> CpuArray:
         """Return the new parameters where a local value and a global one meet."""
         value = as_held(values[part.key].astype(np.float32, copy=False), local.dtype)
         return blended(local, value, alpha) if sent is None else rebased(local, value, sent.local(part.key))

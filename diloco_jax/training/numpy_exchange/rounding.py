@@ -77,7 +77,7 @@ def rounded(key: str, update: Flat, format: codec.Format) -> tuple[list[memoryvi
     Raises:
       NotFinite: the update has NaN or infinity, and the format is an integer format.
     """
-    codes, scales = codec.quantize_on_host(update, format)
+    codes, scales = codec.quantize_on_cpu(update, format)
     pieces = [codec.as_bytes(scales), codec.as_bytes(codes)]
     if format == "float32":
         return pieces, None

@@ -8,15 +8,15 @@ import numpy as np
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment, whole
 from diloco_jax.core.kinds import Canonical
-from diloco_jax.training.exchange.exchange import AdoptMode, HostValues, PlacedValue
-from diloco_jax.training.numpy_exchange.exchange import CopiedFragment, HostExchange
-from diloco_jax.training.numpy_exchange.holder import HostArray, HostCopy, HostHolder
+from diloco_jax.training.exchange.exchange import AdoptMode, CpuValues, PlacedValue
+from diloco_jax.training.numpy_exchange.exchange import CopiedFragment, NumpyExchange
+from diloco_jax.training.numpy_exchange.holder import CpuArray, CpuCopy, HostHolder
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.moving import PARAMETERS
 from diloco_jax.training.whole_state.staging import PartialLeaf, Shard, Spans, StagedShards, StagedState
 
 
-class HostState:
+class NumpyState:
     """An `IslandState` on the arrays of a holder; it compiles nothing.
 
     Args:
@@ -31,7 +31,7 @@ class HostState:
         self.shapes = {path: form.shape for path, form in forms.items()}
         self.kinds = {path: form.kind for path, form in forms.items()}
         orders = {path: form.order for path, form in forms.items()}
-        self.exchange = HostExchange(holder, orders, format, rebase)
+        self.exchange = NumpyExchange(holder, orders, format, rebase)
         self._holder = holder
         self._pieces = {path: whole(path) for path in self.shapes}
         params = {
@@ -53,27 +53,27 @@ class HostState:
         """Start to copy a fragment as it is after the newest step; return at once."""
         return self.exchange.stage(fragment)
 
-    def place(self, fragment: Fragment, values: HostValues) -> None:
-        """Do nothing: `adopt` gives the holder arrays in host memory."""
+    def place(self, fragment: Fragment, values: CpuValues) -> None:
+        """Do nothing: `adopt` gives the holder arrays in CPU memory."""
 
     def adopt(
         self,
         fragment: Fragment,
-        values: HostValues | PlacedValue,
+        values: CpuValues | PlacedValue,
         *,
         mode: AdoptMode = "overwrite",
         alpha: float = 0.0,
         sent: CopiedFragment | None = None,
     ) -> None:
         """Adopt a merged fragment between two steps; arguments and errors as for `ExchangedState.adopt`."""
-        assert not isinstance(values, PlacedValue), "`place` returned None, so the values are in host memory"
+        assert not isinstance(values, PlacedValue), "`place` returned None, so the values are in CPU memory"
         self.exchange.adopt(fragment, values, mode, alpha, sent)
 
-    def overwrite(self, fragment: Fragment, values: HostValues) -> None:
+    def overwrite(self, fragment: Fragment, values: CpuValues) -> None:
         """Replace a fragment of the parameters; anchor and residual stay as they are."""
         self.exchange.overwrite(fragment, values)
 
-    def anchors(self, fragments: Iterable[Fragment]) -> dict[str, HostArray]:
+    def anchors(self, fragments: Iterable[Fragment]) -> dict[str, CpuArray]:
         """Return the global model, by path, in the parameters' own types."""
         return self.exchange.anchors(fragments)
 
@@ -109,7 +109,7 @@ class HostState:
         self.load_moments(leaves.__getitem__)
         self._holder.write({piece: np.asarray(leaves[PARAMETERS + path]) for path, piece in self._pieces.items()})
 
-    def _moments(self) -> dict[str, HostCopy]:
+    def _moments(self) -> dict[str, CpuCopy]:
         """Start to copy the state beside the parameters; ValueError if it has changed its layout."""
         found = dict(self._holder.moments())
         for name in sorted(found.keys() | {name for name in self.state_layout.by_name if _is_moment(name)}):

@@ -21,7 +21,7 @@ from jaxtyping import Shaped
 from diloco_jax.core.codec import Bytes, as_bytes
 
 # Arrays by the names of their leaves.
-HostState = dict[str, Shaped[np.ndarray, "..."]]
+StateArrays = dict[str, Shaped[np.ndarray, "..."]]
 
 _MAGIC = b"diloco\0\1"
 _LENGTH_BYTES = 4
@@ -66,7 +66,7 @@ class StateLayout:
             raise ValueError(self._difference(found))
         return state
 
-    def decode(self, buffer: Bytes) -> HostState:
+    def decode(self, buffer: Bytes) -> StateArrays:
         """Return the arrays in `buffer`, as views of it; ValueError names a difference in layout."""
         view = memoryview(buffer).cast("B")
         if view[: len(self.header)] != self.header:

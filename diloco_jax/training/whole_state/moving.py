@@ -54,9 +54,9 @@ class MovingLayout:
             return _flat(array)
         values = array.astype(np.float32, copy=False)
         if not codec.is_integer(how):
-            return _flat(codec.quantize_on_host(values, how)[0])
+            return _flat(codec.quantize_on_cpu(values, how)[0])
         as_roots = bool(np.all(values >= 0))
-        codes, scales = _round_up(np.sqrt(values)) if as_roots else codec.quantize_on_host(values, how)
+        codes, scales = _round_up(np.sqrt(values)) if as_roots else codec.quantize_on_cpu(values, how)
         return np.concatenate([_flat(np.asarray([as_roots], "<u4")), _flat(scales), _flat(codes)])
 
     def read(self, buffer: Bytes) -> Callable[[str], Array]:
@@ -84,7 +84,7 @@ class MovingLayout:
         count = -(-size // codec.BLOCK)
         scales = np.frombuffer(packed, "<f4", count, _FLAG_BYTES)
         codes = np.frombuffer(packed, np.int8, count * codec.BLOCK, _FLAG_BYTES + 4 * count).reshape(count, codec.BLOCK)
-        values = codec.dequantize_on_host(codes, scales, size, how)
+        values = codec.dequantize_on_cpu(codes, scales, size, how)
         if packed[:_FLAG_BYTES].any():
             # The array travelled as its square roots.
             values *= values

@@ -1,6 +1,6 @@
-"""Copies of an island's whole state from the devices to the host, for a file of each process or for another island.
+"""Copies of an island's whole state from the devices to CPU memory, for a file of each process or for another island.
 
-The copies are made shard by shard in the layout of training, so no collective is needed. Copies to pinned host memory
+The copies are made shard by shard in the layout of training, so no collective is needed. Copies to pinned CPU memory
 are queued behind the running step and before the next one, which donates the state. The host waits for neither.
 Fragments are copied by exchange.py.
 
@@ -24,7 +24,7 @@ from jaxtyping import Array, Shaped
 
 from diloco_jax.core.codec import Bytes, as_bytes
 from diloco_jax.core.host_bytes import Buffer
-from diloco_jax.training.whole_state.layout import HostState, StateLayout
+from diloco_jax.training.whole_state.layout import StateArrays, StateLayout
 
 Index = tuple[slice, ...]
 # For each axis (start, stop), without stop.
@@ -32,8 +32,8 @@ Spans = tuple[tuple[int, int], ...]
 
 
 @runtime_checkable
-class HostCopy(Protocol):
-    """An array in host memory, or on its way there; a NumPy array is one."""
+class CpuCopy(Protocol):
+    """An array in CPU memory, or on its way there; a NumPy array is one."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,11 +44,11 @@ class HostCopy(Protocol):
         """Return the type of the elements."""
 
     def __array__(self, dtype: Any = None, /, *, copy: bool | None = None) -> Shaped[np.ndarray, "..."]:
-        """Wait until the array is in host memory, and return it; any thread may call this."""
+        """Wait until the array is in CPU memory, and return it; any thread may call this."""
 
 
-# Pieces of a leaf that are being copied to the host.
-Copies = Sequence[tuple[Spans, HostCopy]]
+# Pieces of a leaf that are being copied to CPU memory.
+Copies = Sequence[tuple[Spans, CpuCopy]]
 
 
 class Shard(NamedTuple):
@@ -72,21 +72,21 @@ class Shard(NamedTuple):
 
 
 class StagedShards(NamedTuple):
-    """This process's shards, which are being copied or have been copied to host memory."""
+    """This process's shards, which are being copied or have been copied to CPU memory."""
 
     shards: Sequence[Shard]
-    copies: Sequence[HostCopy]
+    copies: Sequence[CpuCopy]
 
 
-def copy_out(sources: list[Shaped[Array, "..."]]) -> list[HostCopy]:
-    """Queue copies of arrays to pinned host memory; each array is on one device."""
+def copy_out(sources: list[Shaped[Array, "..."]]) -> list[CpuCopy]:
+    """Queue copies of arrays to pinned CPU memory; each array is on one device."""
     hosts = [SingleDeviceSharding(next(iter(x.devices())), memory_kind="pinned_host") for x in sources]
     copies: Any = jax.device_put(sources, hosts, may_alias=False)
-    return list[HostCopy](copies)
+    return list[CpuCopy](copies)
 
 
 def stage_shards(arrays: Mapping[str, Shaped[Array, "..."]]) -> StagedShards:
-    """Queue copies of all shards on this process's devices to pinned host memory; call this between two steps."""
+    """Queue copies of all shards on this process's devices to pinned CPU memory; call this between two steps."""
     found: dict[Shard, Shaped[Array, "..."]] = {}
     for name, array in arrays.items():
         for shard in array.addressable_shards:
@@ -195,7 +195,7 @@ class CopyGone(Exception):
 
 
 class StagedState:
-    """A copy of an island's whole state in host memory, or on the way to it, as of the step before `stage_state`.
+    """A copy of an island's whole state in CPU memory, or on the way to it, as of the step before `stage_state`.
 
     Its methods may be called from any thread, by one thread at a time, while the island keeps training.
 
@@ -216,7 +216,7 @@ class StagedState:
         self._copies = copies
         self._assembled: tuple[str, Shaped[np.ndarray, "..."]] | None = None
 
-    def value(self) -> HostState:
+    def value(self) -> StateArrays:
         """Wait for all copies and return {leaf name: array}; the caller must not change the arrays."""
         return {name: self.leaf(name) for name in self.layout.by_name}
 
@@ -269,7 +269,7 @@ def _in_order(shards: Sequence[jax.Shard]) -> list[jax.Shard]:
 
 
 def stage_leaves(arrays: Mapping[str, Shaped[Array, "..."]], layout: StateLayout) -> StagedState:
-    """Queue copies of whole arrays to pinned host memory; return at once.
+    """Queue copies of whole arrays to pinned CPU memory; return at once.
 
     Call this between two steps, before the next step donates the arrays.
     """

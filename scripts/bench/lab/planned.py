@@ -164,7 +164,7 @@ def _join_rows(
     run.stop_island(name)
     begin = run.mark()
     run.start_island(name, incarnation=2)
-    run.await_life(name, 2, JOIN_S)
+    run.await_incarnation(name, 2, JOIN_S)
     end = run.mark()
     records = run.records(begin, end)
     # The first record of each kind counts.

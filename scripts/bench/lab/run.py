@@ -185,11 +185,11 @@ class WanRun:
         for name in self._lab.islands:
             self._await(partial(self._has_made, name, steps), limit_s, f"step {steps} of {name}")
 
-    def await_life(self, island: str, incarnation: int, limit_s: float) -> None:
+    def await_incarnation(self, island: str, incarnation: int, limit_s: float) -> None:
         """Wait until an island has reported a step of this incarnation."""
-        life = {"kind": "step", "learner": island, "incarnation": incarnation}
+        wanted = {"kind": "step", "learner": island, "incarnation": incarnation}
         self._await(
-            lambda: any(life.items() <= r.items() for r in self._metrics.look()),
+            lambda: any(wanted.items() <= r.items() for r in self._metrics.look()),
             limit_s,
             f"the first step of incarnation {incarnation} of {island}",
         )

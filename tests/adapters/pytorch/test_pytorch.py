@@ -13,7 +13,7 @@ import pytest
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import Fragment, plan_fragments, take
 from diloco_jax.runtime.own_loop.lagging import LaggingMetrics
-from diloco_jax.training.numpy_exchange.state import HostState
+from diloco_jax.training.numpy_exchange.state import NumpyState
 from diloco_jax.training.whole_state.staging import read_shards
 from tests.extras import absent
 from tests.limits import HANGS_S
@@ -86,14 +86,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start:
     return losses
 
 
-def state_of(holder: TorchHolder, format: codec.Format = "float32") -> tuple[HostState, tuple[Fragment, ...]]:
+def state_of(holder: TorchHolder, format: codec.Format = "float32") -> tuple[NumpyState, tuple[Fragment, ...]]:
     arrays = TorchArrays(holder)
     state = arrays.exchanged(format, False)
-    assert isinstance(state, HostState)
+    assert isinstance(state, NumpyState)
     return state, plan_fragments(arrays.shapes, 4, kinds=arrays.kinds).fragments
 
 
-def saved(state: HostState) -> Any:
+def saved(state: NumpyState) -> Any:
     shards = state.stage_shards()
     return read_shards(shards.shards, b"".join(bytes(codec.as_bytes(np.asarray(copy))) for copy in shards.copies))
 
@@ -201,7 +201,7 @@ def test_copies_have_the_bits_of_tensors(dtype: torch.dtype, shape: tuple[int, .
 def test_a_state_restores_a_loop_to_the_bit(optimizer: str, dtype: torch.dtype) -> None:
     make = OPTIMIZERS[optimizer]
 
-    def fresh() -> tuple[Small, torch.optim.Optimizer, HostState, Any]:
+    def fresh() -> tuple[Small, torch.optim.Optimizer, NumpyState, Any]:
         model = Small().to(dtype)
         first = make([p for p in model.parameters() if p.requires_grad])
         scheduler = torch.optim.lr_scheduler.MultiStepLR(first, [2, 4])

@@ -191,5 +191,5 @@ def test_a_host_that_is_asked_to_end_ends_its_island_politely(running: Any) -> N
     words = run_dir / "logs" / "syncer.log"
     wait_for(lambda: "island-1 left: stopped from outside" in words.read_text(), "a polite leave")
     before = {leader, follower}
-    wait_for(lambda: len(now := pids_of(run_dir, "--island island-1")) == 2 and not now & before, "a life")
+    wait_for(lambda: len(now := pids_of(run_dir, "--island island-1")) == 2 and not now & before, "an incarnation")
     assert "ended with status 130" in stopped(process)

@@ -96,7 +96,7 @@ class Fleet:
         self.starts: Counter[str] = Counter()
         self.devices: dict[str, set[int]] = {}
         self.incarnations: dict[str, list[int]] = {}
-        self.lives: list[threading.Event] = []
+        self.stops: list[threading.Event] = []
         fleet = self
 
         class Told:
@@ -105,7 +105,7 @@ class Fleet:
                 fleet.starts[name] += 1
                 fleet.incarnations.setdefault(name, []).append(joining.incarnation)
                 fleet.devices.setdefault(name, set()).update(device.id for device in devices)
-                fleet.lives.append(stop)
+                fleet.stops.append(stop)
                 self._run = lambda: body(name, fleet.starts[name], stop)
 
             def run(self) -> str:
@@ -132,7 +132,7 @@ def test_an_island_that_fails_starts_again_alone_on_its_devices(tmp_path: Path) 
     fleet.run()
     assert fleet.starts == {"island-0": 1, "island-1": 3}
     assert fleet.devices == {"island-0": {0, 1}, "island-1": {2, 3}}
-    assert all(life.is_set() for life in fleet.lives)  # none is left
+    assert all(stop.is_set() for stop in fleet.stops)  # none is left
 
 
 def test_wrong_settings_stay_wrong_and_end_a_run_below_its_quorum(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_stop_from_outside_reaches_every_island(tmp_path: Path) -> None:
 
 
 class FailsOnce(LearnerRun):
-    """Island-1's fifth step of its first life fails."""
+    """Island-1's fifth step of its first incarnation fails."""
 
     failed = False
 
@@ -221,8 +221,8 @@ def test_an_islands_thread_dies_and_the_run_completes(tmp_path: Path) -> None:
     summary = json.loads((run_dir / SUMMARY_FILE).read_text())
     assert summary["complete"] and FailsOnce.failed
     assert [summary["learners"][f"island-{i}"]["restarts"] for i in range(2)] == [0, 1]
-    lives = Counter(path.name.split(".")[0] for path in (run_dir / TAPES).glob("*.jsonl"))
-    assert lives == {"island-0": 1, "island-1": 2}
+    incarnations = Counter(path.name.split(".")[0] for path in (run_dir / TAPES).glob("*.jsonl"))
+    assert incarnations == {"island-0": 1, "island-1": 2}
     assert not [thread for thread in threading.enumerate() if thread.name in ("link", "payload")]
 
 

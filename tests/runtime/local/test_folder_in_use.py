@@ -127,8 +127,8 @@ def test_a_learner_of_another_machine_does_not_keep_the_name(in_use: Path) -> No
 
 def test_an_island_comes_back_though_the_address_is_gone(tmp_path: Path) -> None:
     """Whatever took the file away: the supervisor knows what it said, and learners by hand find it again."""
-    lives = ["rm syncer.address; kill -9 $$", until("[ -e syncer.address ]") + "touch back; " + FOREVER]
-    told = Told(tmp_path, [until("[ -e back ]")], [lives])
+    scripts = ["rm syncer.address; kill -9 $$", until("[ -e syncer.address ]") + "touch back; " + FOREVER]
+    told = Told(tmp_path, [until("[ -e back ]")], [scripts])
     told.run.run()
     assert told.starts("island-0") == 2 and (tmp_path / "syncer.address").read_text() == "127.0.0.1:1\n"
     assert [words[words.index("--syncer") + 1] for words in told.run.words["island-0"]] == ["127.0.0.1:1\n"] * 2

@@ -19,8 +19,8 @@ KILLS = int(os.environ.get("DILOCO_TEST_KILLS", "3"))
 STARTS = 2
 # The other kills come at most so many seconds after the first merge of a process.
 LATEST_S = 5.0
-# The tape starts each life of the syncer with one of these lines.
-LIVES = ("begin", "restart", "rewind")
+# The tape starts each epoch of the syncer with one of these lines.
+EPOCH_STARTS = ("begin", "restart", "rewind")
 STEPS = 100 + 80 * KILLS
 
 
@@ -31,18 +31,18 @@ def test_a_run_that_is_killed_often_is_resumed_audited_and_replayed(folder: Path
     chance = random.Random(KILLS)
     numbers = {"sync_every": 6, "num_fragments": 6, "quorum": 1, "snapshot_every": 2}
     job = Job(folder, 0.05, train={"steps": STEPS, "eval_every": 0}, protocol=numbers)
-    lives = 0
+    epochs = 0
     for number in range(KILLS):
         if number in range(1, 1 + STARTS):
             time.sleep(chance.uniform(1.0, 10.0))
         else:
-            trains(job.run_dir, lives)
+            trains(job.run_dir, epochs)
             time.sleep(chance.uniform(0.0, LATEST_S))
         job.kill_everybody()
         assert not (job.run_dir / "summary.json").exists(), "it was over before it was killed: more steps are needed"
-        lives = len(begun(job.run_dir))
+        epochs = len(begun(job.run_dir))
         job.process = job.begin("--resume")
-    trains(job.run_dir, lives)
+    trains(job.run_dir, epochs)
     failover_starts(job)
     _, summary = job.finish()
     assert summary["complete"] and summary["global_steps"] == STEPS
@@ -55,15 +55,15 @@ def test_a_run_that_is_killed_often_is_resumed_audited_and_replayed(folder: Path
     replayed(job.run_dir)
 
 
-def trains(run_dir: Path, lives: int) -> None:
-    """Wait until a life of the syncer after so many has merged three rounds."""
+def trains(run_dir: Path, epochs: int) -> None:
+    """Wait until an epoch of the syncer after so many has merged three rounds."""
 
     def merged() -> int:
         kinds = [line[0] for line in json_lines(run_dir / "tape.jsonl")] if (run_dir / "tape.jsonl").exists() else []
-        begins = [number for number, kind in enumerate(kinds) if kind in LIVES]
-        return kinds[begins[lives] :].count("merged") if len(begins) > lives else 0
+        begins = [number for number, kind in enumerate(kinds) if kind in EPOCH_STARTS]
+        return kinds[begins[epochs] :].count("merged") if len(begins) > epochs else 0
 
-    wait_for(lambda: merged() >= 3, f"rounds of life {lives + 1}")
+    wait_for(lambda: merged() >= 3, f"rounds of epoch {epochs + 1}")
 
 
 def failover_starts(job: Job) -> None:
@@ -82,10 +82,10 @@ def failover_starts(job: Job) -> None:
     wait_for(copied, "a copy")
     for newer in sorted((copy / "checkpoints").glob("step_*"))[1:]:
         shutil.rmtree(newer)
-    lives = len(begun(copy))
+    epochs = len(begun(copy))
     process = start("syncer", copy / "config.yaml", "--run-dir", copy)
     try:
-        wait_for(lambda: len(begun(copy)) > lives or process.poll() is not None, "its life")
+        wait_for(lambda: len(begun(copy)) > epochs or process.poll() is not None, "its epoch")
         assert begun(copy)[-1] == "restart", process.communicate()[0]
     finally:
         process.kill()
@@ -94,5 +94,5 @@ def failover_starts(job: Job) -> None:
 
 
 def begun(run_dir: Path) -> list[str]:
-    """Return the first words of the lines that start the syncer's lives."""
-    return [line[0] for line in json_lines(run_dir / "tape.jsonl") if line[0] in LIVES]
+    """Return the first words of the lines that start the syncer's epochs."""
+    return [line[0] for line in json_lines(run_dir / "tape.jsonl") if line[0] in EPOCH_STARTS]

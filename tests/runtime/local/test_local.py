@@ -167,14 +167,14 @@ def test_a_syncer_with_a_wrong_setting_is_not_started_again(tmp_path: Path) -> N
 def test_islands_and_syncer_are_counted_apart(tmp_path: Path) -> None:
     died = "echo x >> died; kill -9 $$"
     syncer = [until(lines_in("died", 3)) + "kill -9 $$", until(lines_in("back", 1)) + "exit 0"]
-    lives = [died, "echo x >> died; exit 1", died, f"echo x >> back; {FOREVER}"]
-    told = Told(tmp_path, syncer, [lives], syncer_restarts=1)
+    scripts = [died, "echo x >> died; exit 1", died, f"echo x >> back; {FOREVER}"]
+    told = Told(tmp_path, syncer, [scripts], syncer_restarts=1)
     told.run.run()
     assert told.starts("island-0") == 4 and told.starts("syncer") == 2
 
 
 @pytest.mark.parametrize(
-    ("lives", "starts"),
+    ("scripts", "starts"),
     [
         (["echo 'ModuleNotFoundError: No module named flux'; exit 1"], 1),  # stays so
         # The module is missing at every start.
@@ -187,19 +187,19 @@ def test_islands_and_syncer_are_counted_apart(tmp_path: Path) -> None:
         (["exit 124"], 4),
     ],
 )
-def test_how_often_an_island_that_ends_is_started_again(tmp_path: Path, lives: list[str], starts: int) -> None:
+def test_how_often_an_island_that_ends_is_started_again(tmp_path: Path, scripts: list[str], starts: int) -> None:
     (tmp_path / "tapes").mkdir()
-    told = Told(tmp_path, [FOREVER], [lives])
+    told = Told(tmp_path, [FOREVER], [scripts])
     with pytest.raises(RunFailed, match="0 islands are left") as failed:
         told.run.run()
     assert told.starts("island-0") == starts
-    assert failed.value.wrong_input == ("exit 2" in lives)
+    assert failed.value.wrong_input == ("exit 2" in scripts)
 
 
 def test_a_program_that_never_joins_fails_and_one_that_joined_has_left(tmp_path: Path) -> None:
     (tmp_path / "tapes").mkdir()
-    lives = [[""], ["touch tapes/island-1.7.jsonl; echo complete"]]
-    told = Told(tmp_path, [FOREVER], lives, command=("python", "loop.py"))
+    scripts = [[""], ["touch tapes/island-1.7.jsonl; echo complete"]]
+    told = Told(tmp_path, [FOREVER], scripts, command=("python", "loop.py"))
     with pytest.raises(RunFailed, match=r"0 islands are left, .*: island-0 ended with status 0") as failed:
         told.run.run()
     assert not failed.value.wrong_input
@@ -208,7 +208,7 @@ def test_a_program_that_never_joins_fails_and_one_that_joined_has_left(tmp_path:
     assert told.starts("island-0") == told.starts("island-1") == 1
 
 
-def test_brief_lives_are_followed_by_longer_and_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_brief_incarnations_are_followed_by_longer_and_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
     monkeypatch.setattr(processes.time, "monotonic", lambda: now_s[0])
     ended: Any = SimpleNamespace(poll=lambda: 1, returncode=1)
@@ -220,7 +220,7 @@ def test_brief_lives_are_followed_by_longer_and_longer_waits(monkeypatch: pytest
         waits.append(child.again_at_s - now_s[0])
         child.start_again(child.hosts)
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 0.5, 1.0, 0.5]
-    assert child.failures == 1, "counted from 0 after a long life"
+    assert child.failures == 1, "counted from 0 after a long incarnation"
 
 
 def test_silence_is_time_without_computing_or_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,15 +280,17 @@ def test_the_hosts_of_an_island_are_started_again_together_and_alone(tmp_path: P
     assert [told.starts(f"island-0{host}") for host in ("", ".host-1")] == [2, 2]
     assert [told.starts(f"island-1{host}") for host in ("", ".host-1")] == [1, 1]
     assert "island-0.host-1 killed by SIGKILL" in told.said
-    leader, follower = (dict(zip(w[2::2], w[3::2], strict=True)) for w in _lives(told, "island-0", 0))
+    leader, follower = (dict(zip(w[2::2], w[3::2], strict=True)) for w in _incarnations(told, "island-0", 0))
     assert (leader.pop("--host"), follower.pop("--host")) == ("0", "1") and leader == follower
-    again = dict(zip(_lives(told, "island-0", 1)[0][2::2], _lives(told, "island-0", 1)[0][3::2], strict=True))
+    again = dict(
+        zip(_incarnations(told, "island-0", 1)[0][2::2], _incarnations(told, "island-0", 1)[0][3::2], strict=True)
+    )
     assert again["--coordinator"] != leader["--coordinator"] and again["--incarnation"] > leader["--incarnation"]
 
 
-def _lives(told: Told, name: str, life: int) -> list[list[str]]:
+def _incarnations(told: Told, name: str, incarnation: int) -> list[list[str]]:
     """Return the arguments of the two hosts of an island at one start."""
-    return [told.run.words[f"{name}{host}"][life] for host in ("", ".host-1")]
+    return [told.run.words[f"{name}{host}"][incarnation] for host in ("", ".host-1")]
 
 
 def test_a_drained_island_stays_away_and_others_are_still_looked_after(tmp_path: Path) -> None:
@@ -322,7 +324,7 @@ CLEANUP: name 'open' is not defined
     ("status", "words"),
     [(1, "status 1: RuntimeError: the step failed (log:"), (2, "status 2: CLEANUP: name 'open' is not defined (log:")],
 )
-def test_the_reason_of_an_end_is_the_exception_of_this_life(tmp_path: Path, status: int, words: str) -> None:
+def test_the_reason_of_an_end_is_the_exception_of_this_incarnation(tmp_path: Path, status: int, words: str) -> None:
     log = tmp_path / "a.log"
     log.write_text(RAISED)
     ended: Any = SimpleNamespace(returncode=status)

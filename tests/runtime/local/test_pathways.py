@@ -98,7 +98,7 @@ def test_a_test_that_hangs_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 class Fleet:
-    """Two scripted islands on slices; `body` makes one life of an island."""
+    """Two scripted islands on slices; `body` makes one incarnation of an island."""
 
     def __init__(self, folder: Path, body: Callable[[str, int], str], found: LentSlices, **islands: Any) -> None:
         config = load(write_config(folder, islands={**ONE, "devices": 2, **islands}, protocol={"quorum": 1}))
@@ -298,9 +298,9 @@ class Story:
         # Merged rounds when the slice was taken.
         self._merged = 0
         self._lost = threading.Event()
-        # Whether island-1 trains in its first and in its second life.
+        # Whether island-1 trains in its first and in its second incarnation.
         self._trained, self._trains = threading.Event(), threading.Event()
-        self._lives: Counter[str] = Counter()
+        self._incarnations: Counter[str] = Counter()
 
     @property
     def merged_alone(self) -> bool:
@@ -309,7 +309,7 @@ class Story:
     def make(self, joining: Joining, *arguments: Any, devices: Any, **options: Any) -> LearnerRun:
         run, name = LearnerRun(joining, *arguments, devices=devices, **options), joining.learner_id
         self._proxy.guard(name, run.loop.island, devices)
-        self._lives[name] += 1
+        self._incarnations[name] += 1
         before = {"island-0": self._keep, "island-1": lambda: self._lose(devices)}[name]
         step, pace = run.loop.island.step, threading.Event()
 
@@ -327,7 +327,7 @@ class Story:
 
     def _lose(self, devices: Any) -> float:
         self._trained.set()
-        if self._lives["island-1"] > 1:
+        if self._incarnations["island-1"] > 1:
             self._trains.set()
         elif list((self._run_dir / STATES / "island-1").rglob("*.json")):
             self._merged = merges(self._run_dir)

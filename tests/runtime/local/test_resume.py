@@ -67,10 +67,10 @@ def test_everybody_killed_and_the_newest_snapshot_broken(folder: Path) -> None:
     assert (kind, f"step_{global_step:08d}", epoch) == ("rewind", snapshots[1], 2)
     assert now_s >= before[-1][1]
     check_end(job.run_dir)
-    lives = {}
+    incarnations = {}
     for path in (job.run_dir / "tapes").iterdir():
-        lives.setdefault(path.name.split(".")[0], []).append(int(path.name.split(".")[1]))
-    assert all(len(set(numbers)) == 2 for numbers in lives.values()), lives
+        incarnations.setdefault(path.name.split(".")[0], []).append(int(path.name.split(".")[1]))
+    assert all(len(set(numbers)) == 2 for numbers in incarnations.values()), incarnations
     done = call("train", job.config, "--run-dir", job.run_dir, "--resume")
     assert done.returncode == 2 and "complete" in done.stderr
 

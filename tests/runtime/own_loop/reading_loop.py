@@ -1,6 +1,6 @@
 """The loop of loop.py with its own data; DILOCO_TEST_LOADERS names a kind of loader per island. Reads go to files.
 
-A line of a file is the incarnation, the step of the life, and the samples of the batch. It is written before the step.
+A line of a file is the incarnation, its step, and the samples of the batch. It is written before the step.
 """
 
 import os

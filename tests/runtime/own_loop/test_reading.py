@@ -55,13 +55,13 @@ def train(folder: Path, python: str, **changes: Any) -> "subprocess.Popen[str]":
 
 
 def reads(folder: Path, name: str, host: int = 0) -> dict[int, list[list[int]]]:
-    """The batches that each life of an island read, by incarnation."""
+    """The batches that each incarnation of an island read, by incarnation."""
     found: dict[int, list[list[int]]] = {}
     for line in (folder / f"{name}.{host}.reads").read_text().splitlines():
         incarnation, step, *samples = map(int, line.split())
-        lives = found.setdefault(incarnation, [])
-        assert step == len(lives)
-        lives.append(samples)
+        batches = found.setdefault(incarnation, [])
+        assert step == len(batches)
+        batches.append(samples)
     return found
 
 
@@ -78,8 +78,8 @@ def uninterrupted(python: str, count: int, batches: int) -> list[list[list[int]]
 
 
 def resumed_at(run_dir: Path, name: str, first: int, second: int) -> int:
-    """The step of the first life where the second one's loader continued; the tape of the first has that save."""
-    tapes = [json_lines(run_dir / "tapes" / f"{name}.{life}.jsonl") for life in (first, second)]
+    """The step of the first incarnation where the second's loader continued; the tape of the first has that save."""
+    tapes = [json_lines(run_dir / "tapes" / f"{name}.{incarnation}.jsonl") for incarnation in (first, second)]
     (line,) = [line for line in tapes[1] if line[0] == "loader"]
     saved = [line[1] for line in tapes[0] if line[0] == "saved"]
     assert line[1] == first and line[2] in saved[-2:], (line, saved)
@@ -87,7 +87,7 @@ def resumed_at(run_dir: Path, name: str, first: int, second: int) -> int:
 
 
 def check_sequence(folder: Path, name: str, want: list[list[int]], host: int = 0) -> tuple[int, int]:
-    """Two lives of an island read `want` with one bounded overlap; returns where the second began, and the overlap."""
+    """Two incarnations read `want` with one bounded overlap; returns where the second began, and the overlap."""
     (first, before), (second, after) = sorted(reads(folder, name, host).items())
     at = resumed_at(folder / "run", name, first, second)
     assert before == want[: len(before)]
@@ -127,11 +127,11 @@ def kill_and_return(tmp_path: Path, python: str) -> None:
         at, overlap = check_sequence(tmp_path, name, want[index])
         found = audit["data"][name]
         taped, after = (
-            [line[1] for line in json_lines(run_dir / "tapes" / f"{name}.{life}.jsonl") if line[0] == "step"]
-            for life in sorted(reads(tmp_path, name))
+            [line[1] for line in json_lines(run_dir / "tapes" / f"{name}.{incarnation}.jsonl") if line[0] == "step"]
+            for incarnation in sorted(reads(tmp_path, name))
         )
         # What its tape has is counted to the step. The kill may come before the last steps are on the tape, and the run
-        # may end before the second life has made all of them again.
+        # may end before the second incarnation has made all of them again.
         again = min(max(taped) - at, len(after))
         assert found["guarantee"] == "resumed" and found["steps_again"] == again, (found, at, max(taped), len(after))
         assert 0 <= min(overlap, len(after)) - again < EVERY, (found, overlap)

@@ -76,7 +76,7 @@ def test_a_loop_that_rests_or_is_not_watched_never_hangs(config: WatchdogConfig)
     assert not any(patience.count(1.0) for _ in range(5000))
 
 
-def test_files_say_that_a_loop_lives_and_is_ready(tmp_path: Path) -> None:
+def test_files_say_that_a_loop_runs_and_is_ready(tmp_path: Path) -> None:
     alive, ready = (tmp_path / "health" / f"a-h1.{kind}" for kind in ("alive", "ready"))
     ready.parent.mkdir()
     # The file is of an earlier process.
@@ -87,7 +87,7 @@ def test_files_say_that_a_loop_lives_and_is_ready(tmp_path: Path) -> None:
         assert [phase[:2] for phase in read_phases(tmp_path)] == [("a-h1", "compiling")]
         written = tmp_path / "health" / "a-h1.phase"
         os.utime(written, (0, time.time() - 400))
-        assert [phase.words for phase in read_phases(tmp_path)] == ["compiling"], "it takes long, and lives"
+        assert [phase.words for phase in read_phases(tmp_path)] == ["compiling"], "it takes long, and runs"
         os.utime(alive, (0, time.time() - 400))
         assert not read_phases(tmp_path), "a killed process left its phase"
         pulse.ready(True)

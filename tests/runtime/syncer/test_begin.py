@@ -197,7 +197,7 @@ def test_a_rewind_behind_many_captured_snapshots_is_on_a_tape_that_can_be_replay
     failed_over.ends()
 
 
-def test_a_replay_of_the_tape_of_many_lives_needs_no_snapshot_on_disk(tmp_path: Path) -> None:
+def test_a_replay_of_the_tape_of_many_epochs_needs_no_snapshot_on_disk(tmp_path: Path) -> None:
     process = Process(tmp_path, FRESH).live(0).ends()
     for number in range(3):
         process = Process(tmp_path, FAILOVER if number % 2 else REWIND, process.now_s).live(0).ends()

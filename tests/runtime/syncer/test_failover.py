@@ -59,10 +59,10 @@ class Job:
         return start("train", self.config, "--run-dir", self.run_dir, "--quiet", *options, step_s=self._step_s)
 
     def reached(self, global_step: int, epoch: int = 1) -> None:
-        """Wait until this life of the syncer has come so far."""
+        """Wait until this epoch of the syncer has come so far."""
         wait_for(
             lambda: self.status["epoch"] == epoch and self.status["global_step"] >= global_step,
-            f"global step {global_step} in life {epoch} of the syncer",
+            f"global step {global_step} in epoch {epoch} of the syncer",
             self.process,
         )
 

@@ -118,8 +118,8 @@ def test_tapes_of_a_run_end_and_say_what_happened(tmp_path: Path) -> None:
     row = simulate(Cell(fragile, "decoupled", 4, 2.4e6, hours=0.1, seed=0, tapes=tmp_path))
     scenario = json.loads((tmp_path / "scenario.json").read_text())
     assert scenario["learners"] == 4 and scenario["total_steps"] == int(360 / HARDWARE.step_s) == row.rounds
-    lives = sorted(path.name for path in (tmp_path / "tapes").iterdir())
-    assert len(lives) > 4, "somebody lost all slices"
+    tapes = sorted(path.name for path in (tmp_path / "tapes").iterdir())
+    assert len(tapes) > 4, "somebody lost all slices"
     assert 0.3 < row.goodput < 0.9
 
 

@@ -162,7 +162,7 @@ def test_donor_is_killed_when_the_first_part_of_its_state_comes(stages: Any) -> 
     assert stage.driver.ledger.unwell == set() and stage.driver.inflicted == 1
 
 
-def test_who_recovers_without_a_donor_costs_nobody_his_life(stages: Any) -> None:
+def test_who_recovers_without_a_donor_ends_no_other_process(stages: Any) -> None:
     stage = stages(fault(1, "kill-donor", "a"))
     stage.polls(1)
     stage.rejoin("a")

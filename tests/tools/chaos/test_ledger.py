@@ -45,7 +45,7 @@ class Run:
         return self.ledger.recoveries[0].seconds
 
 
-def test_killed_island_recovers_when_its_new_life_is_merged() -> None:
+def test_killed_island_recovers_when_its_new_incarnation_is_merged() -> None:
     run = Run()
     run.ledger.begin(fault("kill"), "a", 10.0, killed=True)
     # This step was on its way.

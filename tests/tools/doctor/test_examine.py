@@ -24,7 +24,7 @@ from diloco_jax.settings.text import dump, load
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.doctor import link as doctor_link
 from diloco_jax.tools.doctor.examine import as_dict, describe, listening
-from diloco_jax.tools.doctor.host import Check, ProcessPart, part_of
+from diloco_jax.tools.doctor.machine import Check, ProcessPart, part_of
 from diloco_jax.tools.doctor.probing import Greeting, Rate, greet
 from diloco_jax.training.models.config import OWN, ModelConfig
 from diloco_jax.transport.endpoints import grpc_link, probe

@@ -1,4 +1,4 @@
-"""GPU hosts: what is written for Slurm runs, on emulated devices, with stand-ins for its commands."""
+"""GPU machines: what is written for Slurm runs, on emulated devices, with stand-ins for its commands."""
 
 import contextlib
 import json

@@ -89,10 +89,10 @@ def test_the_report_begins_with_a_verdict(tmp_path: Path) -> None:
         write_report(folder, tmp_path / "nowhere")
 
 
-def test_lives_of_the_syncer_are_events_and_say_what_made_the_run(tmp_path: Path) -> None:
+def test_starts_of_the_syncer_are_events_and_say_what_made_the_run(tmp_path: Path) -> None:
     folder = made_run(tmp_path)
-    life = note("life", 0.0, 0, reason="process 1 of the syncer: the run starts")
-    append(folder, {**life, "versions": {"jax": "1"}, "host": "x"})
+    start = note("life", 0.0, 0, reason="process 1 of the syncer: the run starts")
+    append(folder, {**start, "versions": {"jax": "1"}, "host": "x"})
     told = data_of(page_of(folder))
     assert told["events"][-1]["kind"] == "started" and told["events"][-1]["reason"].endswith("the run starts")
     again = f"diloco train {folder / 'config.yaml'} --run-dir NEW"

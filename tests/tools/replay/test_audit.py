@@ -100,7 +100,7 @@ def test_failover_and_rewind(tmp_path: Path) -> None:
     assert result["void"] == before - json.loads(snapshot.state)["leases"]["counts"][1], "handed out by then"
 
 
-def test_a_value_of_an_earlier_life_says_nothing_of_the_new_ones_data(tmp_path: Path) -> None:
+def test_a_value_of_an_earlier_incarnation_says_nothing_of_the_new_ones_data(tmp_path: Path) -> None:
     """Learner b dies while its value is merged, and is back before the merge is done."""
     pair = TapedPair(tmp_path)
     pair.join("a", "b")
@@ -241,7 +241,7 @@ def test_files_beside_the_tape_must_be_of_it(tmp_path: Path) -> None:
 
 
 def of_own_data(pair: TapedPair, name: str, guarantee: str, incarnation: int = 1, resumed: Any = None) -> None:
-    """Add the lines of a loop that reads its own data to the tape of a life."""
+    """Add the lines of a loop that reads its own data to the tape of an incarnation."""
     path = learner_tape_path(pair.folder, name, incarnation)
     begin, *lines = path.read_text().splitlines()
     added = [json.dumps(["data", guarantee]), *([json.dumps(["loader", *resumed])] if resumed else [])]
@@ -366,7 +366,7 @@ class Witness(Observer):
         self.auditor = Auditor(cluster.scenario.config.num_fragments)
         self.said: list[tuple[Any, ...]] = []
         self._lines = iter(range(1, 1 << 30))
-        self._tape = cluster.host.tape
+        self._tape = cluster.syncer_node.tape
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         self.auditor.take(json.loads(self._tape[next(self._lines)]), effects)
@@ -428,7 +428,7 @@ def test_book_merges_when_every_fragment_took_and_somebody_holds() -> None:
     assert (book.fates.merged, book.fates.out) == (4, 6)
     book.on_version(1, 4, {("a", 2): SampleShare(0, 9)})
     book.on_held(1, 4)
-    assert book.fates.merged == 4, "that was another life"
+    assert book.fates.merged == 4, "that was another incarnation"
     book.release("a")
     assert (book.leased, book.fates.merged, book.released, book.fates.out) == (10, 4, 6, 0)
     book.lease(B, 0, 4, 12, found)

@@ -1,4 +1,4 @@
-"""Replay: what it reads from tapes, what it asks for when they are broken, and that a life repeats its steps exactly.
+"""Replay: what it reads from tapes, its requests when they are broken, and that it repeats an incarnation exactly.
 
 That a real run is repeated bit for bit is in test_replay_run.py.
 """
@@ -20,13 +20,13 @@ from diloco_jax.runtime.records.checkpoint import complete, load_parameters
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import AdoptConfig, RunConfig
 from diloco_jax.settings.text import parse
-from diloco_jax.tools.replay.lives import NeededLives, TapedStep, TookState, outline, read_entries
+from diloco_jax.tools.replay.learner_tapes import NeededIncarnations, TapedStep, TookState, outline, read_entries
 from diloco_jax.tools.replay.replay import Replay, digest_of, replay_run, replay_synthetic
 from diloco_jax.tools.replay.replica import Replica, Trainer, Values
 from diloco_jax.tools.replay.script import (
     Back,
     Brought,
-    LearnerLife,
+    LearnerIncarnation,
     MergedRound,
     Name,
     Script,
@@ -102,9 +102,9 @@ def test_script_tells_what_happened(tmp_path: Path) -> None:
     orders = {(order.global_step, order.fragment_id) for order in pair.merges()}
     assert {(this.order.global_step, this.order.fragment_id) for this in rounds} == orders
     assert len(rounds) == sum('["merged"' in line for line in pair.tape)
-    assert all(len(this.lives) == len(this.order.contributions) for this in rounds)
-    lives = [("b", 1), ("b", 2), ("b", 3), ("c", 1)]
-    assert {life for this in rounds for life in this.lives} >= {LearnerLife(*life) for life in lives}
+    assert all(len(this.incarnations) == len(this.order.contributions) for this in rounds)
+    incarnations = [("b", 1), ("b", 2), ("b", 3), ("c", 1)]
+    assert {each for this in rounds for each in this.incarnations} >= {LearnerIncarnation(*i) for i in incarnations}
     restart = next(json.loads(line) for line in pair.tape if line.startswith('["restart"'))
     rewind = next(json.loads(line) for line in pair.tape if line.startswith('["rewind"'))
     assert [event.moment.global_step for event in script.events if isinstance(event, Back)] == [restart[4], rewind[2]]
@@ -138,10 +138,10 @@ def test_only_what_is_needed_is_asked_for(tmp_path: Path) -> None:
     pair.join("c")
     pair.path_of("c").unlink()
     script = script_of(pair)
-    needs = NeededLives(tmp_path, script)
-    assert set(needs.lives) == {LearnerLife("a", 1), LearnerLife("b", 1)}
-    need = needs.lives[LearnerLife("a", 1)]
-    assert took.donor == LearnerLife("a", 1) and need.copies == Counter({took.donor_step: 1})
+    needs = NeededIncarnations(tmp_path, script)
+    assert set(needs.incarnations) == {LearnerIncarnation("a", 1), LearnerIncarnation("b", 1)}
+    need = needs.incarnations[LearnerIncarnation("a", 1)]
+    assert took.donor == LearnerIncarnation("a", 1) and need.copies == Counter({took.donor_step: 1})
     parts = [
         (event.order.fragment_id, each.local_step)
         for event in rounds_of(script)
@@ -159,9 +159,9 @@ def test_a_donor_is_repeated_as_far_as_its_receiver_needs(tmp_path: Path) -> Non
     _write_tape(tmp_path, "b", [["state", "a", 1, 1, [0]], ["step", 1, 0, [[2, 3]], 1.0], ["saved", 1, 4]])
     _write_tape(tmp_path, "c", [["state", "b", 1, 1, []], ["step", 1, 0, [[3, 4]], 1.0]])
     order = Merge(1, 0, (Contribution("c", 1, 1, 10, 0, 1),))
-    script.events.append(MergedRound(order, (LearnerLife("c", 1),), 5, (), ()))
-    needs = NeededLives(tmp_path, script)
-    assert {life.learner_id: need.stop for life, need in needs.lives.items()} == {"a": 3, "b": 4, "c": 3}
+    script.events.append(MergedRound(order, (LearnerIncarnation("c", 1),), 5, (), ()))
+    needs = NeededIncarnations(tmp_path, script)
+    assert {name: need.stop for (name, _), need in needs.incarnations.items()} == {"a": 3, "b": 4, "c": 3}
 
 
 def _write_tape(folder: Path, name: str, lines: list[list[Any]]) -> Path:
@@ -177,13 +177,13 @@ def test_short_or_missing_learner_tape_is_named(tmp_path: Path) -> None:
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if not line.startswith(('["step",5', '["step",6'))))
     with pytest.raises(ValueError, match=r"b\.1\.jsonl ends after local step 4, but step 6 was reported to the syncer"):
-        NeededLives(tmp_path, script)
+        NeededIncarnations(tmp_path, script)
     script.newest.clear()
     with pytest.raises(ValueError, match=r"b\.1\.jsonl ends after local step 4, but its value in round"):
-        NeededLives(tmp_path, script)
+        NeededIncarnations(tmp_path, script)
     path.unlink()
     with pytest.raises(ValueError, match=r"tapes/b\.1\.jsonl is missing: .* copy the tapes folder"):
-        NeededLives(tmp_path, script)
+        NeededIncarnations(tmp_path, script)
 
 
 def test_torn_last_line_does_no_harm(tmp_path: Path) -> None:
@@ -260,32 +260,32 @@ def test_another_config_is_refused(tmp_path: Path) -> None:
 
 
 class Alone:
-    """The world of a life that has no others, with these global values."""
+    """The world of an incarnation that has no others, with these global values."""
 
     def __init__(self, values: dict[Name, Values]) -> None:
         self.take = values.__getitem__
         self.losses: list[float] = []
 
-    def state_of(self, took: TookState, receiver: LearnerLife, held: dict[int, int]) -> Any:
+    def state_of(self, took: TookState, receiver: LearnerIncarnation, held: dict[int, int]) -> Any:
         raise AssertionError("nobody gives a state")
 
-    def on_loss(self, life: LearnerLife, step: TapedStep, loss: float) -> None:
+    def on_loss(self, incarnation: LearnerIncarnation, step: TapedStep, loss: float) -> None:
         self.losses.append(loss)
 
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory, quick_compiler: None) -> Trainer:
-    """One island for all tests of single lives."""
+    """One island for all tests of single incarnations."""
     config = config_of(TapedPair(tmp_path_factory.mktemp("trainer")), wire={"up": "int8"}, adopt={"mode": "rebase"})
     model = Evaluator(config)
     return Trainer(resolve(config, model.shapes, model.kinds))
 
 
 @pytest.mark.parametrize("mode", ["overwrite", "blend", "rebase"])
-def test_life_is_repeated_step_by_step(
+def test_incarnation_is_repeated_step_by_step(
     tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, mode: Literal["overwrite", "blend", "rebase"]
 ) -> None:
-    """Against an island that is led by hand; another life that advances in between changes nothing."""
+    """Against an island that is led by hand; another incarnation that advances in between changes nothing."""
     adopt = AdoptConfig(mode=mode, alpha=0.25)
     monkeypatch.setattr(trainer, "how", adopt)
     island, loop = trainer.island, trainer._loop
@@ -303,7 +303,7 @@ def test_life_is_repeated_step_by_step(
 
     def replica(world: Alone) -> Replica:
         need = replace(found, stop=found.steps[2], values=Counter({(0, 1): 1, (0, 3): 1, (1, 3): 1}))
-        return Replica(LearnerLife("a", 1), need, trainer, world)
+        return Replica(LearnerIncarnation("a", 1), need, trainer, world)
 
     for p in (0, 1):
         island.adopt(trainer.fragments[p], values[names[p]])

@@ -102,8 +102,8 @@ def _join(run_dir: Path) -> subprocess.Popen[bytes]:
 
 @pytest.mark.long
 def test_parameters_are_the_same_bit_for_bit(eventful: Path) -> None:
-    lives = {path.name.rsplit(".", 2)[0]: 0 for path in (eventful / "tapes").iterdir()}
-    assert lives.keys() == {"island-0", "island-1", "late"} and len(list((eventful / "tapes").iterdir())) >= 4
+    incarnations = {path.name.rsplit(".", 2)[0]: 0 for path in (eventful / "tapes").iterdir()}
+    assert incarnations.keys() == {"island-0", "island-1", "late"} and len(list((eventful / "tapes").iterdir())) >= 4
     taken = [
         line for path in (eventful / "tapes").iterdir() for line in path.read_text().splitlines() if '["state"' in line
     ]

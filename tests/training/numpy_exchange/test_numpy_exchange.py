@@ -14,11 +14,11 @@ from diloco_jax.core import codec
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment, plan_fragments, put, take
 from diloco_jax.core.kinds import canonical_of
-from diloco_jax.runtime.own_loop.host_arrays import HostArrays
+from diloco_jax.runtime.own_loop.cpu_arrays import CpuArrays
 from diloco_jax.training.exchange.exchange import AdoptMode, Exchange
 from diloco_jax.training.numpy_exchange.holder import NumpyArrays
 from diloco_jax.training.numpy_exchange.rounding import blended
-from diloco_jax.training.numpy_exchange.state import HostState
+from diloco_jax.training.numpy_exchange.state import NumpyState
 from diloco_jax.training.whole_state.staging import read_shards
 from tests.training.islands import assert_same
 
@@ -58,8 +58,8 @@ class OnJax:
             self.params |= self.exchange.overwrite(self.params, fragment, take(values, fragment))
 
 
-def on_host(params: dict[str, np.ndarray], format: Format, rebase: bool, **moments: np.ndarray) -> HostState:
-    return HostState(NumpyArrays(params, moments), FORMS, format, rebase)
+def on_cpu(params: dict[str, np.ndarray], format: Format, rebase: bool, **moments: np.ndarray) -> NumpyState:
+    return NumpyState(NumpyArrays(params, moments), FORMS, format, rebase)
 
 
 def assert_same_payload(copies: tuple[Any, Any], fragment: Fragment, format: Format, exact: bool) -> None:
@@ -92,7 +92,7 @@ def test_an_island_of_numpy_stages_and_adopts_the_bits_of_one_of_jax(format: For
     exact = dtype is np.float32 or format not in ("int8", "int4")
     rebase = exact and format in ("int4", "float32")
     arrays = {path: value.copy() for path, value in first.items()}
-    numpy, jaxes = on_host(arrays, format, rebase), OnJax(first, format, rebase)
+    numpy, jaxes = on_cpu(arrays, format, rebase), OnJax(first, format, rebase)
     modes = [mode for mode in MODES if rebase or mode[0] != "rebase"]
     sent: dict[int, Any] = dict.fromkeys(range(len(PLAN.fragments)), (None, None))
     for turn in range(2 * len(modes)):
@@ -124,7 +124,7 @@ def test_an_island_of_numpy_stages_and_adopts_the_bits_of_one_of_jax(format: For
 
 def test_a_copy_is_of_its_step_whatever_the_next_one_changes() -> None:
     arrays = drawn(0)
-    state, zeros = on_host(arrays, "float32", rebase=False), canonical({path: 0 * v for path, v in arrays.items()})
+    state, zeros = on_cpu(arrays, "float32", rebase=False), canonical({path: 0 * v for path, v in arrays.items()})
     for fragment in PLAN.fragments:
         state.adopt(fragment, take(zeros, fragment))
         state.overwrite(fragment, take(canonical(drawn(1)), fragment))
@@ -139,7 +139,7 @@ def test_a_copy_is_of_its_step_whatever_the_next_one_changes() -> None:
 
 def test_what_is_not_finite_is_not_sent_and_an_adoption_heals_it() -> None:
     arrays = drawn(0)
-    state = on_host(arrays, "int4", rebase=False)
+    state = on_cpu(arrays, "int4", rebase=False)
     fragment = PLAN.fragments[0]
     key = fragment.slices[0].key
     state.adopt(fragment, take(canonical(drawn(1)), fragment))
@@ -166,7 +166,7 @@ def test_blends_round_towards_the_global_value_in_16_bits() -> None:
 
 def test_a_whole_state_comes_back_and_another_one_is_refused(compilations: list[str]) -> None:
     arrays, moments = drawn(0, ml_dtypes.bfloat16), {"big/mean": np.full((96, 40), 2.0), "step": np.array(7)}
-    state = on_host(arrays, "int4", False, **moments)
+    state = on_cpu(arrays, "int4", False, **moments)
     shards = state.stage_shards()
     saved = b"".join(codec.as_bytes(np.asarray(copy)) for copy in shards.copies)
     leaves, want = read_shards(shards.shards, saved), {path: value.copy() for path, value in arrays.items()}
@@ -182,7 +182,7 @@ def test_a_whole_state_comes_back_and_another_one_is_refused(compilations: list[
     )
     moments["step"][...] = 9
     assert staged.leaf("optimizer/step") == 7
-    other = on_host(drawn(0, ml_dtypes.bfloat16), "int4", False, step=np.array(7.0))
+    other = on_cpu(drawn(0, ml_dtypes.bfloat16), "int4", False, step=np.array(7.0))
     with pytest.raises(ValueError, match="differs in 'optimizer/big/mean'"):
         other.check_shards(leaves)
     assert compilations == []
@@ -190,7 +190,7 @@ def test_a_whole_state_comes_back_and_another_one_is_refused(compilations: list[
 
 def test_the_global_model_is_put_together_from_the_anchors() -> None:
     arrays = drawn(0, np.float64)
-    state = on_host(arrays, "int4", rebase=False)
+    state = on_cpu(arrays, "int4", rebase=False)
     for fragment in PLAN.fragments:
         state.adopt(fragment, take(canonical(drawn(3)), fragment))
         state.overwrite(fragment, take(canonical(drawn(4)), fragment))
@@ -210,7 +210,7 @@ def test_a_holder_that_reads_other_pieces_than_it_was_asked_for_is_refused(lie: 
             return {key: lie(value) for key, value in super().read(pieces).items()} if lie else {}
 
     arrays = drawn(0)
-    state = HostState(Holder(arrays), FORMS, "float32", rebase=False)
+    state = NumpyState(Holder(arrays), FORMS, "float32", rebase=False)
     for fragment in PLAN.fragments:
         state.adopt(fragment, take(canonical(arrays), fragment))
     with pytest.raises(ValueError, match=r"the holder's read\(\) returned .* with shape .*, and the piece has"):
@@ -222,4 +222,4 @@ def test_a_holder_has_a_type_for_each_path() -> None:
     arrays = NumpyArrays({"w": np.ones(2, np.float32)})
     arrays.dtypes = {}
     with pytest.raises(ValueError, match="parameter 'w' has no type, or its path is not a text"):
-        HostArrays(arrays)
+        CpuArrays(arrays)

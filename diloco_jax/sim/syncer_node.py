@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from diloco_jax.protocol.effects import Send
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.tape import Moment, lives, replay
+from diloco_jax.protocol.syncer.tape import Moment, count_epochs, replay
 from diloco_jax.sim.disk import Disk
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.fault import Fault
@@ -25,7 +25,7 @@ RUN = "0123456789abcdef"
 RESTART_S = 3.0
 
 
-class SyncerHost:
+class SyncerNode:
     """The syncer's tape and disk, and its current or last process.
 
     Args:
@@ -174,7 +174,7 @@ class SyncerHost:
         self.disk.drop_after(snapshot.global_step)
         if self._world.norms is not None:
             self._world.norms.begin(snapshot.histories)
-        epoch = lives(self.tape) + 1
+        epoch = count_epochs(self.tape) + 1
         process = self.process = self._new_process(self.new_syncer(), snapshot.values)
         for observer in self._world.observers:
             observer.on_syncer_back(process.machine, snapshot.global_step, now_s)

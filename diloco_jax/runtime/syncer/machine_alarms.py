@@ -52,7 +52,7 @@ def newest_snapshot(run_dir: Path) -> tuple[int, float, Path] | None:
     return None
 
 
-class HostAlarms:
+class MachineAlarms:
     """Finds what is wrong with the syncer's process and its machine."""
 
     def __init__(self, context: SyncerContext, writer: SnapshotWriter) -> None:

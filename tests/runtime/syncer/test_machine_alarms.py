@@ -12,8 +12,8 @@ import pytest
 
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.runtime.syncer import host_alarms
-from diloco_jax.runtime.syncer.host_alarms import CLOCK_S, CLOCKS, OVERDUE_LEAST_S, HostAlarms
+from diloco_jax.runtime.syncer import machine_alarms
+from diloco_jax.runtime.syncer.machine_alarms import CLOCK_S, CLOCKS, OVERDUE_LEAST_S, MachineAlarms
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.trust import certificates
 
@@ -29,11 +29,11 @@ class Machine:
         self.member = SimpleNamespace(state="active")
         self.machine = SimpleNamespace(global_step=0, membership=SimpleNamespace(members={"a": self.member}))
         parts: Any = SimpleNamespace(config=config, run_dir=folder, tape=self.tape, machine=self.machine)
-        self.alarms = HostAlarms(parts, self.writer)  # type: ignore[arg-type]
+        self.alarms = MachineAlarms(parts, self.writer)  # type: ignore[arg-type]
         self._now_s = 100.0
 
     def told(self) -> list[tuple[str, str]]:
-        self._now_s += host_alarms.LOOK_EVERY_S
+        self._now_s += machine_alarms.LOOK_EVERY_S
         return [(alarm.kind, alarm.text) for alarm in self.alarms.found(self._now_s)]
 
 

@@ -51,7 +51,7 @@ def test_a_receiver_that_dies_frees_its_donor_after_release_s() -> None:
     assert pair.drivers["a"].states == set()
 
 
-def test_the_next_life_of_a_receiver_gets_another_state() -> None:
+def test_the_next_incarnation_of_a_receiver_gets_another_state() -> None:
     pair = under_way()
     pair.crash("c")
     pair.rounds(1, "a", "b")
@@ -62,7 +62,7 @@ def test_the_next_life_of_a_receiver_gets_another_state() -> None:
 
 
 @pytest.mark.parametrize("usable", [True, False])
-def test_a_value_of_a_life_that_is_over_speaks_for_it_only(usable: bool) -> None:
+def test_a_value_of_an_incarnation_that_is_over_speaks_for_it_only(usable: bool) -> None:
     pair = Pair(quorum=2, strikes_max=1)
     pair.join("a", "b")
     pair.rounds(1, "a", "b")
@@ -75,8 +75,8 @@ def test_a_value_of_a_life_that_is_over_speaks_for_it_only(usable: bool) -> None
     assert (member.credit.strikes, member.credit.expelled, member.state) == (0, False, JOINING)
     assert pair.messages(Expel) == []
     assert pair.notes("merged")[-1].members == (("a", "b") if usable else ("a",))
-    assert member.rounds == (2 if usable else 1), "its name's work, whichever life did it"
-    assert pair.syncer.leases.holdings["b"].pending == [], "the new life has not read those samples"
+    assert member.rounds == (2 if usable else 1), "its name's work, whichever incarnation did it"
+    assert pair.syncer.leases.holdings["b"].pending == [], "the new incarnation has not read those samples"
 
 
 def learner(
@@ -172,15 +172,15 @@ def test_in_lockstep_it_follows_the_clock_while_it_recovers() -> None:
     assert made.global_step == 12, "its first step is the others' next one"
 
 
-def test_a_newer_life_of_the_syncer_overrules_a_newer_version() -> None:
+def test_a_newer_epoch_of_the_syncer_overrules_a_newer_version() -> None:
     made = learner(recovers=False)
     greeted(made, 8, 8)
     assert made.on_message(GlobalFragment(9, 0, 4, 2, 74, 0), 2.0) == [Adopt(0, 4)]
-    assert made.on_message(GlobalFragment(9, 0, 8, 1, 78, 0), 2.0) == [], "late, of the life before"
+    assert made.on_message(GlobalFragment(9, 0, 8, 1, 78, 0), 2.0) == [], "late, of the epoch before"
     assert made.epoch == 2 and made.global_step == 9
 
 
-def test_the_same_value_of_a_newer_life_is_not_adopted_again() -> None:
+def test_the_same_value_of_a_newer_epoch_is_not_adopted_again() -> None:
     made = learner(recovers=False)
     greeted(made, 8, 8)
     assert made.on_message(GlobalFragment(8, 0, 8, 2, 78, 0), 2.0) == []

@@ -1,7 +1,7 @@
-"""The learners' tapes: they determine how far each life must be repeated, and what must be kept on the way.
+"""The learners' tapes: they determine how far each incarnation must be repeated, and what must be kept on the way.
 
-A life is repeated up to its last merged value, or up to the last copy of its state that another repeated life loaded.
-Later steps have no influence on the global model.
+An incarnation is repeated up to its last merged value, or up to the last copy of its state that another repeated
+incarnation loaded. Later steps have no influence on the global model.
 """
 
 import json
@@ -15,33 +15,33 @@ from diloco_jax.protocol.releases import check_readable
 from diloco_jax.runtime.learner.tape import learner_tape_path
 from diloco_jax.runtime.records.tape_chain import TapeChain
 from diloco_jax.runtime.records.tape_file import raw_lines
-from diloco_jax.tools.replay.script import Brought, LearnerLife, MergedRound, Name, Script
+from diloco_jax.tools.replay.script import Brought, LearnerIncarnation, MergedRound, Name, Script
 
 
 class TookValue(NamedTuple):
-    """The life adopted a global fragment."""
+    """The incarnation adopted a global fragment."""
 
     name: Name
-    # The newest round that had merged a value of this life.
+    # The newest round that had merged a value of this incarnation.
     merged_round: int
 
 
 class TookState(NamedTuple):
-    """The life loaded a whole state."""
+    """The incarnation loaded a whole state."""
 
-    donor: LearnerLife
+    donor: LearnerIncarnation
     donor_step: int
     fragments: tuple[int, ...]
 
 
 class Copied(NamedTuple):
-    """The life copied its state, for a receiver or for the disk."""
+    """The incarnation copied its state, for a receiver or for the disk."""
 
     local_step: int
 
 
 class SentValue(NamedTuple):
-    """The life sent its value for a round."""
+    """The incarnation sent its value for a round."""
 
     fragment_id: int
     global_step: int
@@ -49,7 +49,7 @@ class SentValue(NamedTuple):
 
 
 class TapedStep(NamedTuple):
-    """The life made an inner step."""
+    """The incarnation made an inner step."""
 
     local_step: int
     clock: int
@@ -72,13 +72,13 @@ class Lost(NamedTuple):
 
 
 class OwnData(NamedTuple):
-    """The life's loop reads its own data; `guarantee` says what is known of it."""
+    """The incarnation's loop reads its own data; `guarantee` says what is known of it."""
 
     guarantee: str
 
 
 class ResumedLoader(NamedTuple):
-    """The life's loader continued after a step of an earlier life."""
+    """The incarnation's loader continued after a step of an earlier incarnation."""
 
     incarnation: int
     local_step: int
@@ -129,7 +129,8 @@ def _entry(fields: list[Any], learner_id: str) -> Entry | None:
         case ["adopt", int(fragment_id), int(version), int(), int(digest), int(merged_round)]:
             return TookValue(Name(fragment_id, version, digest), merged_round)
         case ["state", str(donor), int(incarnation), int(donor_step), list(fragments)]:
-            return TookState(LearnerLife(donor or learner_id, incarnation), donor_step, tuple(map(int, fragments)))
+            source = LearnerIncarnation(donor or learner_id, incarnation)
+            return TookState(source, donor_step, tuple(map(int, fragments)))
         case ["staged_state", int(local_step)] | ["saved", int(local_step), int()]:
             return Copied(local_step)
         case ["sent", int(fragment_id), int(global_step), int(local_step)]:
@@ -161,7 +162,7 @@ class Outline:
     stop: int = 0
     # The number of merges that use a value, by (fragment, local step).
     values: Counter[tuple[int, int]] = field(default_factory=Counter)
-    # The number of lives that load the state, by local step.
+    # The number of incarnations that load the state, by local step.
     copies: Counter[int] = field(default_factory=Counter)
 
     def line_of(self, local_step: int, what: str) -> int:
@@ -218,42 +219,42 @@ def outline(path: Path) -> Outline:
     return found
 
 
-class NeededLives:
-    """The part of each life that must be repeated; ValueError names a tape that is missing, broken or too short."""
+class NeededIncarnations:
+    """The part of each incarnation to repeat; ValueError names a tape that is missing, broken or too short."""
 
     def __init__(self, run_dir: Path, script: Script) -> None:
         self._run_dir = run_dir
         self._newest = script.newest
-        self.lives: dict[LearnerLife, Outline] = {}
-        self._queue: list[LearnerLife] = []
+        self.incarnations: dict[LearnerIncarnation, Outline] = {}
+        self._queue: list[LearnerIncarnation] = []
         for event in script.events:
             if isinstance(event, MergedRound):
                 order = event.order
-                for part, life in zip(order.contributions, event.lives, strict=True):
-                    need = self._need(life)
+                for part, incarnation in zip(order.contributions, event.incarnations, strict=True):
+                    need = self._need(incarnation)
                     line = need.line_of(part.local_step, f"its value in round {order.global_step}")
                     need.stop = max(need.stop, line)
                     need.values[order.fragment_id, part.local_step] += 1
         while self._queue:
             receiver = self._queue.pop()
-            what = f"{receiver.learner_id} (incarnation {receiver.incarnation})"
-            for took in self.lives[receiver].took:
+            what = f"{receiver.learner_id} (incarnation {receiver.number})"
+            for took in self.incarnations[receiver].took:
                 need = self._need(took.donor)
                 need.stop = max(need.stop, *need.lines_of_copy(took.donor_step, what))
                 need.copies[took.donor_step] += 1
         # The number of uses of each global value, by learners and by restarted syncers.
         self.names = Counter(event.name for event in script.events if isinstance(event, Brought))
-        for need in self.lives.values():
+        for need in self.incarnations.values():
             self.names.update(name for line, name in need.adopted if line <= need.stop)
 
-    def _need(self, life: LearnerLife) -> Outline:
-        if life not in self.lives:
-            need = self.lives[life] = outline(learner_tape_path(self._run_dir, *life))
-            newest = self._newest.get(life, 0)
+    def _need(self, incarnation: LearnerIncarnation) -> Outline:
+        if incarnation not in self.incarnations:
+            need = self.incarnations[incarnation] = outline(learner_tape_path(self._run_dir, *incarnation))
+            newest = self._newest.get(incarnation, 0)
             if need.lost_at is None and len(need.steps) < newest:
                 raise ValueError(
                     f"{need.path} ends after local step {len(need.steps)}, but step {newest} was reported to the "
                     "syncer; the end of the tape is missing"
                 )
-            self._queue.append(life)
-        return self.lives[life]
+            self._queue.append(incarnation)
+        return self.incarnations[incarnation]

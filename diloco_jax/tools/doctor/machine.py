@@ -90,7 +90,7 @@ def check_data(config: RunConfig) -> Check:
 
 
 def check_memory(need_bytes: float | None, path: Path = MEMORY) -> Check:
-    """Compare this host's free memory with the need of this process, None if it is unknown."""
+    """Compare this machine's free memory with the need of this process, None if it is unknown."""
     try:
         rows = dict(line.split(":", 1) for line in path.read_text(encoding="ascii").splitlines())
         free = int(rows["MemAvailable"].split()[0]) * 1024
@@ -101,7 +101,7 @@ def check_memory(need_bytes: float | None, path: Path = MEMORY) -> Check:
         return Check("memory", "ok", f"{size(free)} available; the need depends on the model that the loops bring")
     found = f"{size(free)} available, about {size(need_bytes)} needed"
     if free < need_bytes:
-        return Check("memory", "fail", found, "use a host with more memory, or end other processes")
+        return Check("memory", "fail", found, "use a machine with more memory, or end other processes")
     if free <= 1.5 * need_bytes:
         return Check("memory", "warn", found, "leave more room, because the estimate is rough")
     return Check("memory", "ok", found)
@@ -192,16 +192,16 @@ def islands_memory(config: RunConfig) -> float:
 
 
 def check_chips(expected: Topology | None, pci: Path = PCI) -> Check:
-    """Compare this host's TPU chips with islands.topology; they are counted on the PCI bus without opening them."""
+    """Compare this machine's TPU chips with islands.topology; they are counted on the PCI bus without opening them."""
     found = [name for device in pci.glob("*") if (name := chip_of(device))]
     kinds = ", ".join(sorted(set(found)))
-    seen = f"{len(found)} TPU chips on this host ({kinds})" if found else "no TPU chip on this host"
+    seen = f"{len(found)} TPU chips on this machine ({kinds})" if found else "no TPU chip on this machine"
     if expected is None:
         return Check("devices", "ok", f"{seen}; islands.topology is not set, so there is nothing to compare")
     want = f"{expected} has {expected.chips_per_host} {expected.name} per host"
     if len(found) == expected.chips_per_host and set(found) == {expected.name}:
         return Check("devices", "ok", f"{seen}; {want}")
-    fix = "correct islands.topology, or run on a host of that slice"
+    fix = "correct islands.topology, or run on a machine of that slice"
     if not found:
         fix += "; in a container the chips must be passed through"
     return Check("devices", "fail", f"{seen}, but {want}", fix)
@@ -246,9 +246,9 @@ class ProcessPart(NamedTuple):
     settings: Mapping[str, str]
     # The traffic of one learner.
     links: LinkNeeds | None
-    # Estimated memory of this process on its host.
+    # Estimated memory of this process on its machine.
     memory_bytes: float | None
-    # Size of the run's folder on this host; 0 without snapshots.
+    # Size of the run's folder on this machine; 0 without snapshots.
     disk_bytes: int | None
 
 

@@ -10,13 +10,13 @@ from diloco_jax.core.fragments import whole
 from diloco_jax.core.kinds import canonical_forms
 from diloco_jax.runtime.own_loop.trees import NAME_THE_AXES
 from diloco_jax.training.island_state import IslandState
-from diloco_jax.training.numpy_exchange.holder import FLOATS, HostArray, HostHolder
-from diloco_jax.training.numpy_exchange.state import HostState
+from diloco_jax.training.numpy_exchange.holder import FLOATS, CpuArray, HostHolder
+from diloco_jax.training.numpy_exchange.state import NumpyState
 from diloco_jax.training.sharding import LogicalAxes
-from diloco_jax.training.whole_state.staging import HostCopy
+from diloco_jax.training.whole_state.staging import CpuCopy
 
 
-class HostArrays:
+class CpuArrays:
     """The arrays of a `HostHolder`, for `attach`.
 
     Args:
@@ -49,13 +49,13 @@ class HostArrays:
         self.has_moments = bool(holder.moments())
 
     @property
-    def initial(self) -> Mapping[str, HostCopy]:
+    def initial(self) -> Mapping[str, CpuCopy]:
         """Return copies of the parameters, by path."""
         return self._holder.read([whole(path) for path in self.shapes])
 
     def exchanged(self, wire: Any, rebase: bool) -> IslandState:
         """Return the exchanged state, which reads from the holder and writes to it; arguments as for `Island`."""
-        return HostState(self._holder, self.forms, wire, rebase)
+        return NumpyState(self._holder, self.forms, wire, rebase)
 
     def take_loaded(self, held: IslandState) -> None:
         """Do nothing: the holder has what was loaded."""
@@ -64,11 +64,11 @@ class HostArrays:
         """Return a step's metrics as they are."""
         return given
 
-    def tree(self, params: Mapping[str, HostArray]) -> dict[str, HostArray]:
+    def tree(self, params: Mapping[str, CpuArray]) -> dict[str, CpuArray]:
         """Return parameters by path."""
         return dict(params)
 
-    def placed(self, values: Mapping[str, np.ndarray]) -> dict[str, HostArray]:
+    def placed(self, values: Mapping[str, np.ndarray]) -> dict[str, CpuArray]:
         """Return canonical values as parameters by path, in the types and layouts of the holder."""
         dtypes = self._holder.dtypes
         return {path: self.forms[path].stored(value).astype(dtypes[path]) for path, value in values.items()}

@@ -14,8 +14,8 @@ from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import load
 from diloco_jax.tools.budget.memory import PROCESS_BYTES, SYNCER_PROCESS_BYTES
 from diloco_jax.tools.budget.needs import LinkNeeds
-from diloco_jax.tools.doctor import host as doctor_host
-from diloco_jax.tools.doctor.host import of_error, part_of
+from diloco_jax.tools.doctor import machine as doctor_machine
+from diloco_jax.tools.doctor.machine import of_error, part_of
 from tests.runtime.helpers import write_config
 
 GIB = 1 << 30
@@ -29,11 +29,11 @@ def test_errors_fall_into_finding_and_remedy() -> None:
 
 def test_data_that_is_missing_or_short(tmp_path: Path) -> None:
     config = load(write_config(tmp_path))
-    assert doctor_host.check_data(config).status == "ok"
+    assert doctor_machine.check_data(config).status == "ok"
 
-    def check(path: Path) -> doctor_host.Check:
+    def check(path: Path) -> doctor_machine.Check:
         data = dataclasses.replace(config.data, path=str(path))
-        return doctor_host.check_data(dataclasses.replace(config, data=data))
+        return doctor_machine.check_data(dataclasses.replace(config, data=data))
 
     missing = check(tmp_path / "none")
     assert missing.status == "fail" and "does not exist" in missing.found and "give a file" in missing.fix
@@ -63,65 +63,65 @@ def test_accelerators_are_named_and_shared(tmp_path: Path, monkeypatch: pytest.M
     none = tmp_path / "none"
     gpus, chips = machine_with(tmp_path / "gpus", gpus=4), machine_with(tmp_path / "chips", chips=4)
     here = {"JAX_PLATFORMS": "cpu"}
-    found = doctor_host.check_accelerators(None, here, none)
+    found = doctor_machine.check_accelerators(None, here, none)
     assert (found.status, found.found.partition(";")[0]) == ("ok", "no GPU or TPU here")
-    assert "2 islands on emulated CPU devices" in doctor_host.check_accelerators(config, here, none).found
+    assert "2 islands on emulated CPU devices" in doctor_machine.check_accelerators(config, here, none).found
     # A GPU that JAX cannot use is a warning with the remedy.
     monkeypatch.setattr(machine, "CUDA_PLUGINS", ("no_such_plugin",))
-    found = doctor_host.check_accelerators(None, here, gpus)
+    found = doctor_machine.check_accelerators(None, here, gpus)
     assert (found.status, found.found) == ("warn", "4 GPUs here, but JAX has no CUDA plugin")
     assert found.fix == "pip install 'jax[cuda13]'"
     monkeypatch.setattr(machine, "CUDA_PLUGINS", ("json",))
-    assert doctor_host.check_accelerators(None, here, gpus)[1:] == ("ok", "4 NVIDIA H100 80GB HBM3", "")
-    local = doctor_host.check_accelerators(config, here, gpus)
+    assert doctor_machine.check_accelerators(None, here, gpus)[1:] == ("ok", "4 NVIDIA H100 80GB HBM3", "")
+    local = doctor_machine.check_accelerators(config, here, gpus)
     assert local.found == "4 NVIDIA H100 80GB HBM3: 4 GPUs, 2 for each of 2 islands"
-    one = doctor_host.check_accelerators(None, {**here, "CUDA_VISIBLE_DEVICES": "1"}, gpus)
+    one = doctor_machine.check_accelerators(None, {**here, "CUDA_VISIBLE_DEVICES": "1"}, gpus)
     assert one.found == "1 NVIDIA H100 80GB HBM3"
-    assert doctor_host.check_accelerators(None, here, chips).found == "4 TPU v6e"
-    refused = doctor_host.check_accelerators(config, here, chips)
+    assert doctor_machine.check_accelerators(None, here, chips).found == "4 TPU v6e"
+    refused = doctor_machine.check_accelerators(config, here, chips)
     assert refused.status == "fail" and "set islands.controller to single" in refused.fix
 
 
 def test_memory_of_all_islands_on_one_machine(tmp_path: Path) -> None:
     config = load(write_config(tmp_path))
     one = part_of(config, "island-0").memory_bytes
-    assert one and doctor_host.islands_memory(config) == pytest.approx(config.islands.count * one)
+    assert one and doctor_machine.islands_memory(config) == pytest.approx(config.islands.count * one)
 
 
 @pytest.mark.parametrize(("free_gb", "status"), [(9.216, "fail"), (12.288, "warn"), (20.48, "ok")])
 def test_memory(tmp_path: Path, free_gb: float, status: str) -> None:
     path = tmp_path / "meminfo"
     path.write_text(f"MemTotal:  99 kB\nMemAvailable:  {round(free_gb * 1e9) // 1024} kB\n")
-    found = doctor_host.check_memory(10e9, path)
+    found = doctor_machine.check_memory(10e9, path)
     assert found.status == status and f"{free_gb:.3g} GB available, about 10 GB needed" in found.found
-    assert "unknown" in doctor_host.check_memory(GIB, tmp_path / "none").found
+    assert "unknown" in doctor_machine.check_memory(GIB, tmp_path / "none").found
 
 
 @pytest.mark.parametrize(("free_gib", "status"), [(9, "fail"), (15, "warn"), (30, "ok")])
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, status: str) -> None:
     asked: list[Path] = []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=free_gib * GIB))
-    assert doctor_host.check_disk(10 * GIB, tmp_path / "runs" / "new").status == status
+    assert doctor_machine.check_disk(10 * GIB, tmp_path / "runs" / "new").status == status
     # The folder does not exist yet, so its parent is examined.
     assert asked == [tmp_path]
 
 
 def test_a_folder_in_which_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    found = doctor_host.check_disk(0, tmp_path / "file" / "run")
+    found = doctor_machine.check_disk(0, tmp_path / "file" / "run")
     assert found.status == "fail" and "file is not a folder" in found.found and "--run-dir" in found.fix
     # Root may write anywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    found = doctor_host.check_disk(0, tmp_path / "run")
+    found = doctor_machine.check_disk(0, tmp_path / "run")
     assert found.status == "fail" and f"{tmp_path} may not be written" in found.found
 
 
 def test_environment_of_a_multislice_job() -> None:
     stray = {"MEGASCALE_NUM_SLICES": "2", "PATH": ""}
-    found = doctor_host.check_environment(stray, emulated=False)
+    found = doctor_machine.check_environment(stray, emulated=False)
     assert found.status == "fail" and "MEGASCALE_NUM_SLICES set" in found.found and "unset" in found.fix
-    assert doctor_host.check_environment(stray, emulated=True).status == "warn"
-    assert doctor_host.check_environment({"PATH": ""}, emulated=False).status == "ok"
+    assert doctor_machine.check_environment(stray, emulated=True).status == "warn"
+    assert doctor_machine.check_environment({"PATH": ""}, emulated=False).status == "ok"
 
 
 def bus(folder: Path, *devices: tuple[str, str]) -> Path:
@@ -134,23 +134,23 @@ def bus(folder: Path, *devices: tuple[str, str]) -> Path:
     return folder
 
 
-def test_chips_of_this_host(tmp_path: Path) -> None:
+def test_chips_of_this_machine(tmp_path: Path) -> None:
     google, other = "0x1ae0", "0x8086"
     four = bus(tmp_path / "four", *[(google, "0x0062")] * 4, (other, "0x0062"), (google, "0x001f"))
     two = bus(tmp_path / "two", *[(google, "0x0062")] * 2)
     none = bus(tmp_path / "none", (other, "0x1237"))
-    assert doctor_host.check_chips(Topology.parse("v5p:4x4x8"), four).status == "ok"
-    assert doctor_host.check_chips(None, four).status == "ok"
-    fewer = doctor_host.check_chips(Topology.parse("v5p:4x4x8"), two)
-    assert fewer.status == "fail" and "2 TPU chips on this host (v5p), but v5p:4x4x8 has 4 v5p" in fewer.found
-    assert doctor_host.check_chips(Topology.parse("v6e:4x4"), four).status == "fail"
-    assert "passed through" in doctor_host.check_chips(Topology.parse("v6e:4x4"), none).fix
+    assert doctor_machine.check_chips(Topology.parse("v5p:4x4x8"), four).status == "ok"
+    assert doctor_machine.check_chips(None, four).status == "ok"
+    fewer = doctor_machine.check_chips(Topology.parse("v5p:4x4x8"), two)
+    assert fewer.status == "fail" and "2 TPU chips on this machine (v5p), but v5p:4x4x8 has 4 v5p" in fewer.found
+    assert doctor_machine.check_chips(Topology.parse("v6e:4x4"), four).status == "fail"
+    assert "passed through" in doctor_machine.check_chips(Topology.parse("v6e:4x4"), none).fix
 
 
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 4096))
-    assert doctor_host.check_files(1000).status == "ok", "a syncer raises its soft limit"
-    found = doctor_host.check_files(4000)
+    assert doctor_machine.check_files(1000).status == "ok", "a syncer raises its soft limit"
+    found = doctor_machine.check_files(4000)
     assert found.status == "fail" and "4096 open files allowed, up to 4256 needed" in found.found
     assert "ulimit -Hn" in found.fix
 
@@ -159,12 +159,12 @@ def test_windows_that_limit_a_long_link(tmp_path: Path) -> None:
     (tmp_path / "tcp_rmem").write_text("4096\t131072\t6291456\n")
     (tmp_path / "tcp_wmem").write_text("4096\t16384\t4194304\n")
     # The buffer limits one connection to 70 MB/s.
-    limited = doctor_host.check_windows(60e6, 0.06, 1, tmp_path)
+    limited = doctor_machine.check_windows(60e6, 0.06, 1, tmp_path)
     assert limited.status == "warn" and "tcp_wmem allows 4.19 MB" in limited.found
     assert "transport.stripes to 2" in limited.fix and "tcp_rmem" in limited.fix
-    assert doctor_host.check_windows(60e6, 0.06, 4, tmp_path).status == "ok"
-    assert doctor_host.check_windows(3e9, 0.001, 1, tmp_path).status == "ok"
-    assert doctor_host.check_windows(60e6, 0.06, 1, tmp_path / "none").status == "ok"
+    assert doctor_machine.check_windows(60e6, 0.06, 4, tmp_path).status == "ok"
+    assert doctor_machine.check_windows(3e9, 0.001, 1, tmp_path).status == "ok"
+    assert doctor_machine.check_windows(60e6, 0.06, 1, tmp_path / "none").status == "ok"
 
 
 def test_step_time_that_a_link_suffices_for() -> None:
