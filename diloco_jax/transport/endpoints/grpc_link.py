@@ -245,7 +245,7 @@ class GrpcListener:
         """Queue a message to the session that brought the last delivery of `peer`; never blocks.
 
         Answering the session that was *heard*, rather than the newest, keeps a returning learner from getting messages
-        for its previous life.
+        for its previous incarnation.
 
         Returns:
             False, and nothing is sent, when that session is over or has just been cut because its queue is full: its
