@@ -20,7 +20,7 @@ class SampleRange(NamedTuple):
 class HostMeet(NamedTuple):
     """First command of the leader: the incarnation of all hosts, and the settings that all hosts must share."""
 
-    incarnation: int
+    island_incarnation: int
     fingerprint: tuple[tuple[str, str], ...]
 
 

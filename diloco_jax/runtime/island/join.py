@@ -228,7 +228,7 @@ def _agree(hosts: Hosts, same: Mapping[str, str]) -> int:
             if theirs != same.get(what):
                 wrong = f"host {hosts.host} has {what} {same.get(what)!r}, host {LEADER} has {theirs!r}"
         group.send(HostVerdict(wrong))
-        wrong, incarnation = _hear(group, HostVerdict).reason, told.incarnation
+        wrong, incarnation = _hear(group, HostVerdict).reason, told.island_incarnation
     if wrong:
         group.close()
         raise ValueError(f"{wrong}: start all hosts of an island from the same config, with the same --island")

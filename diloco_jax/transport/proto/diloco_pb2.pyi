@@ -698,14 +698,14 @@ class Stop(_message.Message):
     def __init__(self, global_step: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class HostMeet(_message.Message):
-    __slots__ = ("incarnation", "fingerprint_key", "fingerprint_value")
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("island_incarnation", "fingerprint_key", "fingerprint_value")
+    ISLAND_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_KEY_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_VALUE_FIELD_NUMBER: _ClassVar[int]
-    incarnation: int
+    island_incarnation: int
     fingerprint_key: _containers.RepeatedScalarFieldContainer[str]
     fingerprint_value: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, island_incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HostVerdict(_message.Message):
     __slots__ = ("reason",)
