@@ -117,7 +117,7 @@ def test_an_island_that_loses_a_host_is_started_again_as_a_whole_and_alone(
     wait_for(
         lambda: notes(run_dir, "merged", "island-1") > 2 and notes(run_dir, "merged", "island-0") > 2,
         "training",
-        HANGS_S,
+        process,
     )
     before, other = notes(run_dir, "merged", "island-1"), pid_of(run_dir, "--island island-0")
     own = pids_of(run_dir, "--island island-1")
