@@ -82,9 +82,11 @@ def test_the_manual_starts_with_the_pages_of_a_first_reader() -> None:
 
 def test_broken_links_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# The life of X, again\n\n[a](page.md#the-life-of-x-again) [b](#the-life) ![c](picture.svg)\n")
+    page.write_text(
+        "# The course of X, again\n\n[a](page.md#the-course-of-x-again) [b](#the-course) ![c](picture.svg)\n"
+    )
     assert list(broken_links(page)) == [
-        "page.md: #the-life names no heading of that page",
+        "page.md: #the-course names no heading of that page",
         "page.md: picture.svg does not exist",
     ]
 

@@ -49,7 +49,20 @@ PHRASES: tuple[tuple[str, str], ...] = (
     (r"obituary", "description of its exit"),
     (r"will do", "is enough, works"),
     (r"see (?:above|below|the head of this file)", "the fact itself, or the name of its place"),
+    # One word for one thing (docs/glossary.md).
+    (r"(?:life|lives)", "incarnation (a learner's), epoch (the syncer's), runs"),
+    (r"host(?: |-)memory", "CPU memory"),
 )
+# These contain such a phrase, and mean something else; the last one is a record in metrics.jsonl.
+IDIOMS = re.compile(
+    r"\bsigns?[\s-]+of[\s-]+life\b|\blife\s+of\s+an?\s+(?:fragment|round)\b|\blife\s+t\s+global_step\b", re.I
+)
+# Files that still have an old word, and the word.
+PENDING = {
+    "diloco_jax/transport/endpoints/grpc_link.py": "life",
+    "tests/transport/endpoints/test_grpc_link.py": "lives",
+    "tests/transport/session/test_refusals.py": "life",
+}
 FINDERS = tuple(
     (re.compile(r"\b(?:" + phrase.replace(" ", r"\s+") + r")(?!\w)", re.I), instead) for phrase, instead in PHRASES
 )
@@ -57,6 +70,7 @@ FINDERS = tuple(
 
 def phrase_problems(text: str) -> Iterator[tuple[int, str]]:
     """Find phrases that this project does not use; line numbers start at 1 with the text."""
+    text = IDIOMS.sub(lambda idiom: "\n" * idiom[0].count("\n"), text)
     for finder, instead in FINDERS:
         for match in finder.finditer(text):
             words = " ".join(match[0].split())
@@ -112,8 +126,11 @@ def main(paths: list[str]) -> int:
     """Print all findings below `paths`, by default everywhere; 1 if there is one."""
     count = 0
     for path in tracked(paths):
+        name = str(path.relative_to(ROOT))
         for line, problem in problems(path):
-            print(f"{path.relative_to(ROOT)}:{line}: {problem}")
+            if name in PENDING and problem.startswith(f'"{PENDING[name]}"'):
+                continue
+            print(f"{name}:{line}: {problem}")
             count += 1
     print(f"language: {count} findings" if count else "language: clean")
     return 1 if count else 0

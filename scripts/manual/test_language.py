@@ -14,6 +14,9 @@ from manual.language import comment_problems, main, phrase_problems, prose_of, s
         pytest.param("that is no leader", "is no leader", id="negation"),
         pytest.param("Whoever asks", "Whoever", id="capital"),
         pytest.param("a loop of\nyour own", "of your own", id="broken-line"),
+        pytest.param("it was started in an earlier life", "life", id="one-start"),
+        pytest.param("the lives of an island", "lives", id="several-starts"),
+        pytest.param("copies in host\nmemory", "host memory", id="memory"),
     ],
 )
 def test_phrases_are_found(text: str, found: str) -> None:
@@ -28,6 +31,10 @@ def test_phrases_are_found(text: str, found: str) -> None:
         "the run is no longer needed",
         "it takes up to 3 s",
         "the lattermost is anewlook",
+        "its signs of\n  life, and a sign of life",
+        "the life of a round is its lifetime",
+        "a disk that outlives its machine",
+        "the memory of each host",
     ],
 )
 def test_plain_sentences_pass(text: str) -> None:
