@@ -69,9 +69,9 @@ def channel_options(config: TransportConfig) -> list[tuple[str, int]]:
         ("grpc.http2.ping_timeout_ms", round(config.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # A chunk travels in one frame or a few, because the connection carries nothing else.
+        # A piece of `diloco doctor`'s measurement travels in one frame.
         ("grpc.http2.max_frame_size", 1 << 20),
-        # Without it one connection needs a gigabyte to fill a 60 ms link.
+        # Without it that measurement needs a gigabyte to fill a 60 ms link.
         ("grpc.http2.lookahead_bytes", 16 << 20),
     ]
 
