@@ -100,8 +100,8 @@ class Membership:
         """Return why this learner cannot join, or an empty string.
 
         Args:
-            rewound: the epoch that last put the run back to a snapshot; earlier epochs have another history.
-            newest: the newest round; None while learners may know newer ones.
+            rewound: the epoch that last put the run back to a snapshot; 0 if none. Earlier epochs are refused.
+            newest: the newest round; None while a restarted syncer still collects versions from learners.
         """
         if hello.learner_id == SYNCER or not hello.learner_id:
             return f"the name {hello.learner_id!r} is reserved; give the learner another name"

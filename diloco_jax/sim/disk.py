@@ -14,7 +14,7 @@ class SyncerSnapshot(NamedTuple):
     """The run at one moment.
 
     `machine` is the JSON of the machine's state. `tape_lines` is the number of inputs on the tape before this moment.
-    `histories` has the rates of each fragment; None if no norms are drawn.
+    `histories` has the history of rates of each fragment; None if the simulation draws no norms.
     """
 
     global_step: int

@@ -26,7 +26,7 @@ PRECISE = {"float32", "bfloat16"}
 
 
 class NnxIsland(AttachedIsland):
-    """An island in a loop that trains Flax NNX Variables, created by `attach`; for one thread at a time."""
+    """Island of a loop that trains Flax NNX Variables; `attach` creates it. Use it from one thread at a time."""
 
     def __init__(self, island: SteppedIsland, arrays: HeldArrays, holder: VariableHolder) -> None:
         super().__init__(island, arrays)

@@ -75,7 +75,7 @@ class Anchors:
 
 
 class Heads:
-    """The head of each fragment; a value of a later epoch is newer, whatever its version."""
+    """Newest value of each fragment that the driver has read. Values are ordered by epoch, then by version."""
 
     def __init__(self) -> None:
         # Fragment -> message of its head.

@@ -86,7 +86,7 @@ class Examination:
 
     @property
     def holds(self) -> bool:
-        """True while no step may start."""
+        """Return whether the evaluation forbids steps: it is running, or the final model was evaluated."""
         return self.running or self.over
 
     @property

@@ -42,7 +42,7 @@ class FragmentWait:
     def __init__(self, config: ProtocolConfig, turns: Turns) -> None:
         self._config = config
         self._turns = turns
-        # The limit as a share of a step.
+        # The longest wait as a share of the usual inner step; 0 if the learner never waits.
         self._most_steps = config.wait_steps
         # The usual inner step, in seconds.
         self._step_s: float | None = None

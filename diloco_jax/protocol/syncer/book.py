@@ -400,7 +400,7 @@ class RoundBook:
         return present
 
     def lose(self, learner_id: str, now_s: float) -> None:
-        """Stop waiting for a lost learner."""
+        """Remove a lost learner from the rounds: its report, its early value, and the answers that it owes."""
         self.fresh.discard(learner_id)
         for this in list(self.flying.values()):
             if this.early.pop(learner_id, None) is not None:

@@ -336,7 +336,7 @@ class Comeback:
         self.finish(now_s)
 
     def ask(self, now_s: float) -> None:
-        """Request the newest versions that present learners offer."""
+        """Request, of each wanted fragment, the newest believed version that a present learner offers."""
         if self.restoring is not None:
             asks = self.restoring.asks(self.membership.present(), self.downstream.versions, now_s)
             for learner_id, fragment_id, version in asks:

@@ -36,7 +36,7 @@ class Limits(NamedTuple):
     steps: int
     # Merged tokens; 0 for no limit.
     tokens: int
-    # Text of the limits in the fingerprint (GLOBAL_STEPS), which learners and syncer must share.
+    # The limits as text: the entry GLOBAL_STEPS of the fingerprint, which must be equal on both sides.
     told: str = ""
 
     def allow(self, global_step: int, tokens: int) -> bool:

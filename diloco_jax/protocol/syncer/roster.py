@@ -111,7 +111,7 @@ class Roster:
         if state == DISCONNECTED:
             self.matches.on_lost(name, f"it is disconnected: {reason}")
         self.comeback.on_lost(name)
-        # At the end of the run a silent learner keeps the request, because no other learner is left to ask.
+        # At the end of a run a silent learner keeps the request to evaluate the final model: all others got Stop.
         if state == DISCONNECTED or not self.progress.finished:
             self.rounds.evaluations.lose(name, reason, now_s)
         self.rounds.lose(name, now_s)

@@ -88,9 +88,10 @@ class Round:
             self.half_s = now_s
 
     def waits_long(self, now_s: float) -> bool:
-        """Return whether the learners still asked have taken more than twice as long as the faster half.
+        """Return whether a closed round has waited too long for the missing answers.
 
-        A wait of less than LEAST_STEP_S after the faster half does not count as long.
+        The wait since the close is more than twice what the first half of the answers took, and at least LEAST_STEP_S
+        have passed since that half arrived. Before that half has arrived, no wait is too long.
         """
         if self.half_s is None or now_s - self.half_s < LEAST_STEP_S:
             return False

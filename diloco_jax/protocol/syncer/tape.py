@@ -245,7 +245,11 @@ def returns(lines: Iterable[str]) -> Counter[Moment]:
 
 
 def remove_stamp(number: int, kind: str, arguments: list[Any]) -> None:
-    """Remove the stamp from the arguments of an input that starts an epoch; OtherRelease if it cannot be read."""
+    """Delete the stamp from the arguments, in place, if the input starts an epoch.
+
+    Raises:
+        OtherRelease: This release does not read tapes of the release in the stamp.
+    """
     if (own := _EPOCH_STARTS.get(kind)) is not None:
         check_readable(f"the tape from line {number} on", *arguments[own : own + 1])
         del arguments[own : own + 1]

@@ -111,7 +111,7 @@ class Ownership:
     marks: list[int]
     # Sample -> its position minus its number.
     offsets: RangeMap[int | None] = field(default_factory=lambda: RangeMap(None))
-    # Fragment, version and share of values whose version no learner is known to hold yet.
+    # (fragment, version, share) of merges that count once a learner holds the newest version.
     pending: list[tuple[int, int, SampleShare]] = field(default_factory=list)
 
     def positions(self, first: int, last: int) -> list[Range]:

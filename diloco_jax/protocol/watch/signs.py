@@ -75,7 +75,11 @@ class _Curve:
 
 
 class Losses:
-    """Compares each island's loss with its past: a short average with a long one, and with the scatter."""
+    """Detects jumps and non-finite values of each island's training loss.
+
+    In a jump, the short average exceeds the long one by more than DEVIATIONS mean deviations, and by more than SHARE of
+    the loss.
+    """
 
     def __init__(self) -> None:
         self._curves: dict[str, _Curve] = {}

@@ -101,7 +101,7 @@ class Follower:
         self._leaves = ThreadPoolExecutor(1, "leaves")
         self._steps_do: queue.SimpleQueue[commands.Command] = queue.SimpleQueue()
         self._link_does: queue.SimpleQueue[OfLink] = queue.SimpleQueue()
-        # Versions of the present link that arrived here, and that the leader has handled.
+        # Number of versions of the present link that have arrived here, and number that the leader has handled.
         self._taken, self._handled = 0, 0
         self._received_leaves: queue.SimpleQueue[tuple[commands.HostHave, Bytes]] = queue.SimpleQueue()
         blocks = self.host.blocks
@@ -123,7 +123,7 @@ class Follower:
         while self.status is None:
             try:
                 command = self._steps_do.get(timeout=POLL_S)
-            # The leader has nothing to do, and its own watchdog watches it.
+            # No command arrived, so this host is not stuck. The watchdog of the leader ends a leader that is stuck.
             except queue.Empty:
                 self.pulse.beat()
                 continue

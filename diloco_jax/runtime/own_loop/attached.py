@@ -159,7 +159,7 @@ class _LiveParams(MutableMapping[str, Array]):
 
 
 class AttachedIsland:
-    """An island in a loop that keeps its arrays in a holder, created by `attach`; for one thread at a time."""
+    """Island of a loop that keeps its arrays in a holder; `attach` creates it. Use it from one thread at a time."""
 
     def __init__(self, island: SteppedIsland, arrays: AttachedArrays) -> None:
         self._island = island

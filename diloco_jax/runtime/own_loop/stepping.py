@@ -68,7 +68,7 @@ class RunComplete(SystemExit):
 
 
 class SteppedIsland:
-    """An island that another program's loop steps; for one thread at a time.
+    """Island that another program's loop steps. Use it from one thread at a time.
 
     Attributes:
         name: Name of the island.

@@ -41,7 +41,7 @@ class LoopArrays(Protocol):
 
     @property
     def initial(self) -> Mapping[str, Any]:
-        """Return the parameters at `join` as the loop stores them, by path; until `exchanged`."""
+        """Return the loop's initial parameters by path, as the loop stores them. Read it before `exchanged`."""
 
     @property
     def has_moments(self) -> bool:

@@ -19,7 +19,7 @@ _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
 
 class AfterEnd(NamedTuple):
-    """Consequence of an exit status for the supervisor of the process."""
+    """Meaning of an exit status, whether another start may succeed, and whether the end counts as a failure."""
 
     # docs/troubleshooting.md has the same words.
     meaning: str

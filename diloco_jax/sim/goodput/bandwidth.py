@@ -75,7 +75,7 @@ class Rounds:
     round_trip_s: float = 0.0
     # The time to merge the largest fragment.
     merge_s: float = 0.0
-    # The time to read its new version on every host of an island, until it can be adopted.
+    # The time from the arrival of a new version at an island until all its hosts can adopt it.
     arrive_s: float = 0.0
 
     @property

@@ -115,7 +115,7 @@ def with_norms(scenario: Scenario) -> Scenario:
         config = replace(config, sync_every=random.choice((2, 4)), num_fragments=random.randint(1, 2))
         scenario = replace(scenario, config=config, total_steps=scenario.total_steps + 100)
     rate = random.choice((1e-5, 1e-4, 5e-3))
-    # No lasting change moves a fragment by its own length in one step.
+    # The norm of a fragment is 1, and one step of a lasting change must move it by less than that.
     louder = random.choice([factor for factor in (50.0, 110.0, 150.0, 1000.0) if SPREAD * factor * rate < 1.0])
     events = [_norm_event(random, random.choice(names)) for _ in range(random.choice((0, 1, 2, 3)))]
     if random.random() < 0.4:

@@ -59,7 +59,7 @@ class Driver:
         self._book = LineFile(run_dir / CHAOS / FAULTS_FILE)
         # Lasting faults with the time of their end.
         self._lasting: list[tuple[float, ChaosFault]] = []
-        # Searches for a donor: the time to give up, the fault, and the tape that will name the donor.
+        # Waits for a donor to kill: (when to give up, fault, tape that will name the donor).
         self._hunts: list[tuple[float, ChaosFault, Tail]] = []
         # The indices of recoveries that were announced.
         self._told: set[int] = set()

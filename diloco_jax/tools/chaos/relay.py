@@ -256,7 +256,7 @@ class RelayedConnection:
                 group.create_task(job)
 
     async def run(self) -> None:
-        """Forward until the connection ends, then close both sides."""
+        """Forward until the connection ends, then close both sides; if a stream broke, reset both."""
         whole = False
         try:
             (trouble,) = await asyncio.gather(self._forwarding, return_exceptions=True)

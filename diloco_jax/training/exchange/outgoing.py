@@ -158,7 +158,7 @@ class OutgoingProgram:
         self.compiled = once(("out", on.geometry), self._compile)
 
     def dispatch(self, params: Mapping[str, Any], held: HeldFragment) -> StagedFragment:
-        """Dispatch the program, and copies of its results to CPU memory; return at once."""
+        """Start the program and the copies of its streams to CPU memory; return without waiting for either."""
         tensors = [params[path] for path in self._on.paths]
         out: _Outputs = self.compiled(tensors, held.anchor, held.residual.on_devices, self._on.starts)
         named = [(stream, number, out.streams[stream].addressable_data(i)) for stream, number, i in self._bytes.local]

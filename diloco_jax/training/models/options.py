@@ -33,7 +33,7 @@ PERIOD_MAX = 16
 
 
 class Stack(NamedTuple):
-    """Layers whose parameters are stored together: one block, or the blocks at one position of a repeated period."""
+    """Layers that are stored together: one layer, or the layers at the same position in all repetitions of a period."""
 
     # The first keys of the parameters' paths: `blocks`, or `blocks/3`.
     path: str

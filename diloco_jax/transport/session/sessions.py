@@ -160,7 +160,7 @@ class HostSessions:
         self.leader = leader
         self._later = later
         self._lock = threading.Lock()
-        # Held while one value is joined, so that the other values wait as parts instead of whole.
+        # Held while one value is joined and delivered, so that at most one whole value waits for room in the inbox.
         self._joining = threading.Lock()
         self._parts = HostParts(leader.hosts, leader.config.payload_bytes_max)
         self._sessions: dict[int, StreamSession] = {}
