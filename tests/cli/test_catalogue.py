@@ -197,7 +197,7 @@ def part(tmp_path_factory: pytest.TempPathFactory) -> ProcessPart:
 def test_doctor_finds_it_before_the_run(
     wrong: Wrong, taken: str, part: ProcessPart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examine.host, "part_of", lambda *_: part)
+    monkeypatch.setattr(examine.machine, "part_of", lambda *_: part)
     write(wrong.given, taken)
     told = [each.replace("TAKEN", taken) for each in (wrong.value, wrong.limit, wrong.remedy)]
     found: list[str] = []
