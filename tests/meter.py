@@ -3,8 +3,10 @@
 The suite prints the sums by folder and its dearest tests, and keeps them in build/suite.json. CI compares this file
 with the committed budget: `python tests/meter.py` ends with status 1 if a folder costs more than its row in
 tests/budget.toml. Processor time is that of the worker and of the processes that a test started and waited for. Each
-test's is divided by the machine's pace while it ran, so that a machine that is slow, or slow for a quarter of an hour,
-does not exceed a budget that was measured on another one.
+test's is divided by the machine's pace while it ran, so that a slow machine does not exceed a budget that was measured
+on another one. The division is exact only on a machine like that one: where the loop of `pace` took 2.0 times as long,
+JAX in other processes took 2.2, the simulator 3.6 and Numba's compiler 4.0 times as long. So a folder may exceed its row
+by the pace of the whole run again.
 """
 
 import argparse
@@ -155,17 +157,17 @@ class Meter:
         if self.is_worker or self.config.option.collectonly or not self.tests:
             return
         rows = self.sums()
-        kept = {
+        kept: dict[str, Any] = {
             "folders": rows,
             "tests": dict(self.tests.most_common()),
             "missing": sorted(self.missing),
-            "pace": statistics.fmean(self.paces or [1.0]),
+            "pace": max(1.0, statistics.fmean(self.paces or [1.0])),
         }
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(json.dumps(kept, indent=1))
         if sum(rows.values()) > 60:
             terminalreporter.section("processor time, s")
-            for line in table(rows, read_budget()):
+            for line in table(rows, read_budget(), kept["pace"]):
                 terminalreporter.write_line(line)
             terminalreporter.write_line(f"the {DEAREST} dearest tests:")
             for test, spent_s in self.tests.most_common(DEAREST):
@@ -189,23 +191,28 @@ def read_budget() -> dict[str, float]:
     return tomllib.loads(BUDGET.read_text())["processor_s"] if BUDGET.exists() else {}
 
 
-def table(rows: dict[str, float], budget: dict[str, float]) -> list[str]:
-    """Return the lines of the table: processor time, budget, and a mark where the first exceeds the second."""
-    lines = []
+def table(rows: dict[str, float], budget: dict[str, float], slower: float) -> list[str]:
+    """Return the lines of the table: processor time, budget, and a mark where the first exceeds the second.
+
+    Args:
+        slower: The mean pace of the run, at least 1.
+    """
+    lines = [f"the machine was {slower:.2f} times slower than that of the budget"] if slower > 1.0 else []
     for name, spent_s in [*rows.items(), ("sum", sum(rows.values()))]:
         allowed_s = sum(budget.values()) if name == "sum" else budget.get(name)
-        mark = "  exceeds its budget" if allowed_s is not None and spent_s > allowed_s + NOISE_S else ""
+        exceeds = allowed_s is not None and spent_s > allowed_s * slower + NOISE_S
+        mark = "  exceeds its budget" if exceeds else ""
         lines.append(f"{spent_s:8.1f} of {'none' if allowed_s is None else f'{allowed_s:.0f}':>4}  {name}{mark}")
     return lines
 
 
-def problems(rows: dict[str, float], budget: dict[str, float]) -> list[str]:
-    """Return one sentence for each folder that exceeds its row of the budget or has none."""
+def problems(rows: dict[str, float], budget: dict[str, float], slower: float) -> list[str]:
+    """Return one sentence for each folder that exceeds its row of the budget or has none; `slower` as for `table`."""
     found = []
     for name, spent_s in rows.items():
         if name not in budget:
             found.append(f"{name} has no row in tests/budget.toml and takes {spent_s:.1f} s of processor time; add one")
-        elif spent_s > budget[name] + NOISE_S:
+        elif spent_s > budget[name] * slower + NOISE_S:
             found.append(
                 f"{name} takes {spent_s:.1f} s of processor time, its budget is {budget[name]:.0f} s; "
                 "make its tests cheaper (build/suite.json has each), or raise the row and say why in the commit"
@@ -217,9 +224,10 @@ def main() -> int:
     """Compare the last whole run of the suite with the committed budget."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("result", nargs="?", type=Path, default=RESULT, help="what the suite measured")
-    rows = json.loads(parser.parse_args().result.read_text())["folders"]
-    print("\n".join(table(rows, read_budget())))
-    found = problems(rows, read_budget())
+    kept = json.loads(parser.parse_args().result.read_text())
+    rows, slower = kept["folders"], kept["pace"]
+    print("\n".join(table(rows, read_budget(), slower)))
+    found = problems(rows, read_budget(), slower)
     print("\n".join(found), file=sys.stderr)
     return 1 if found else 0
 

@@ -81,7 +81,9 @@ FOUND_BY_DOCTOR = (
         "use the file",
     ),
     Wrong({"trackers": ["wandbb"]}, "trackers has 'wandbb'", "wandb, trackio, mlflow", "did you mean wandb?"),
-    Wrong({"islands": {"topology": "v5p:2x2x1", "devices": "auto"}}, "v5p:2x2x1", "no TPU", "or run on a machine of that"),
+    Wrong(
+        {"islands": {"topology": "v5p:2x2x1", "devices": "auto"}}, "v5p:2x2x1", "no TPU", "or run on a machine of that"
+    ),
     Wrong({"callbacks": ["nowhere:Told"]}, "callbacks 'nowhere:Told'", "cannot be imported", "install or correct it"),
     Wrong(
         {"islands": {"command": ["nowhere"]}}, "islands.command 'nowhere'", "not a program here", "name one, such as"
