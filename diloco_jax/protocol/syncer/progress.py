@@ -37,7 +37,7 @@ class Limits(NamedTuple):
     # Merged tokens; 0 for no limit.
     tokens: int
     # Text of the limits in the fingerprint (GLOBAL_STEPS), which learners and syncer must share.
-    told: str = ""
+    text: str = ""
 
     def allow(self, global_step: int, tokens: int) -> bool:
         """Return whether the run continues to this global step when so many tokens are merged."""
