@@ -4,9 +4,9 @@ The suite prints the sums by folder and its dearest tests, and keeps them in bui
 with the committed budget: `python tests/meter.py` ends with status 1 if a folder costs more than its row in
 tests/budget.toml. Processor time is that of the worker and of the processes that a test started and waited for. Each
 test's is divided by the machine's pace while it ran, so that a slow machine does not exceed a budget that was measured
-on another one. The division is exact only on a machine like that one: where the loop of `pace` took twice as long, other
-processes with JAX took 2.2, the simulator 3.6 and the compiler of Numba 4.0 times as long. So a folder may exceed its
-row by the pace of the whole run again.
+on another one. The division is exact only on a machine like that one: where the loop of `pace` took twice as long,
+other processes with JAX took 2.2, the simulator 3.6 and the compiler of Numba 4.0 times as long. So a folder may exceed
+its row by the pace of the whole run again.
 """
 
 import argparse

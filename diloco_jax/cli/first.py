@@ -140,9 +140,9 @@ def tokenize(arguments: argparse.Namespace) -> int:
 
         out = build_store(source, arguments.tokenizer, Path(arguments.out), arguments.workers or 0, tell, engine)
     facts = read_facts(out)
-    told = {name: facts[name] for name in ("tokens", "documents", "bytes", "vocab_size", "tokenizer")}
-    told |= {name: facts[name] for name in ("rows_left_out", "documents_replaced") if name in facts}
-    show(arguments, {"out": str(out), **told, "files": len(facts["files"])}, _describe)
+    shown = {name: facts[name] for name in ("tokens", "documents", "bytes", "vocab_size", "tokenizer")}
+    shown |= {name: facts[name] for name in ("rows_left_out", "documents_replaced") if name in facts}
+    show(arguments, {"out": str(out), **shown, "files": len(facts["files"])}, _describe)
     return 0
 
 

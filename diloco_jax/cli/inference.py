@@ -51,10 +51,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
     batches = arguments.batches or config.train.final_eval_batches
     result = Evaluator(config).evaluate(parameters, batches, step)
     names = {f"{name} {key}" for name, row in result["sets"].items() for key in row}
-    told = f"global step {step}: {_measured(result)}"
-    told += scores_text({name: value for name, value in result["scores"].items() if name not in names})
-    told += "".join(f"\n  {name}: {_measured(row)}" for name, row in result["sets"].items())
-    show(arguments, finite({**result, "global_step": step}), lambda _: told)
+    text = f"global step {step}: {_measured(result)}"
+    text += scores_text({name: value for name, value in result["scores"].items() if name not in names})
+    text += "".join(f"\n  {name}: {_measured(row)}" for name, row in result["sets"].items())
+    show(arguments, finite({**result, "global_step": step}), lambda _: text)
     return 0
 
 
@@ -211,8 +211,8 @@ def begin(arguments: argparse.Namespace) -> int:
     base = Path(find_config(arguments.config)) if arguments.config else None
     out = Path(arguments.out or f"{folder.resolve().name}.yaml")
     result = begin_with(folder, base, out, watch_parameters, images=arguments.images)
-    told = f"{result['parameters']:,} parameters checked; {out} starts with them, next: diloco train {out}"
-    show(arguments, result, lambda _: told)
+    text = f"{result['parameters']:,} parameters checked; {out} starts with them, next: diloco train {out}"
+    show(arguments, result, lambda _: text)
     return 0
 
 
@@ -246,8 +246,8 @@ def export(arguments: argparse.Namespace) -> int:
     config, run_dir, out = load(run_config(arguments.run)), Path(arguments.run), Path(arguments.out)
     how = {"whole_model": arguments.merged}
     result = export(config, run_dir, arguments.format, out, arguments.dtype, watch_parameters, **how)
-    told = f"{out} holds the model of global step {result['global_step']}: {', '.join(result['files'])}"
-    show(arguments, result, lambda _: told)
+    text = f"{out} holds the model of global step {result['global_step']}: {', '.join(result['files'])}"
+    show(arguments, result, lambda _: text)
     return 0
 
 

@@ -109,19 +109,19 @@ def launch(arguments: argparse.Namespace) -> int:
     way.slices(config)
     needs: dict[str, Any] | None = None
     try:
-        needs, told = needs_of(config), ""
+        needs, needs_text = needs_of(config), ""
     except ValueError as error:
         # Only the image may have the model.
-        told = f"the needs of the machines are unknown here: {error}"
+        needs_text = f"the needs of the machines are unknown here: {error}"
     plan = way.plan(config, needs)
-    told = told or "\n".join(describe_needs(config, needs))
+    needs_text = needs_text or "\n".join(describe_needs(config, needs))
     if arguments.run:
         check_tools(plan)
     target = arguments.out or (arguments.run and str(Path(config.runs_dir) / f"{config.name}-{arguments.way}"))
     paths = write(plan, Path(target), force=arguments.force) if target else []
     if arguments.run:
         say = partial(print, file=sys.stderr if arguments.json else sys.stdout, flush=True)
-        say(told)
+        say(needs_text)
         run(plan, Path(target), say)
     if arguments.json:
         texts = {} if target else plan.files
@@ -129,9 +129,9 @@ def launch(arguments: argparse.Namespace) -> int:
         ran = {"commands": plan.create, "ran": arguments.run, "needs": needs}
         print(json.dumps({"way": arguments.way, **written, **ran}))
     elif not target:
-        print(f"{describe(plan)}\n\n{told}")
+        print(f"{describe(plan)}\n\n{needs_text}")
     elif not arguments.run:
-        print(f"{told}\n{len(paths)} files in {target}; read {target}/README.md, then run {target}/create.sh")
+        print(f"{needs_text}\n{len(paths)} files in {target}; read {target}/README.md, then run {target}/create.sh")
     return 0
 
 
@@ -269,8 +269,8 @@ def plan(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.plan.report import describe
 
     config = load_config(arguments)
-    said = {field.name: getattr(arguments, field.name) for field in fields(Assumptions)}
-    case = case_of(config, Assumptions(**{name: value for name, value in said.items() if value is not None}))
+    options = {field.name: getattr(arguments, field.name) for field in fields(Assumptions)}
+    case = case_of(config, Assumptions(**{name: value for name, value in options.items() if value is not None}))
     result = forecast(case, advise(case))
     show(arguments, finite(result), lambda _: describe(result))
     return 0

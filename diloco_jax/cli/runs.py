@@ -263,8 +263,8 @@ def _await_syncer(
     from diloco_jax.transport.trust.security import credentials
 
     address = arguments.syncer or known_address(run_dir, config)
-    told = run_dir / ADDRESS_FILE
-    setting = "--syncer" if arguments.syncer else str(told) if told.exists() else "transport.address"
+    address_file = run_dir / ADDRESS_FILE
+    setting = "--syncer" if arguments.syncer else str(address_file) if address_file.exists() else "transport.address"
     transport = replace(config.transport, address=address)
     split_address(address, setting)
     for name in names:
@@ -432,7 +432,7 @@ def chaos(arguments: argparse.Namespace) -> int:
         kinds=arguments.kinds.split(",") if arguments.kinds else KINDS,
     )
     if arguments.dry_run:
-        show(arguments, {"schedule": [str(fault) for fault in schedule]}, lambda told: "\n".join(told["schedule"]))
+        show(arguments, {"schedule": [str(fault) for fault in schedule]}, lambda result: "\n".join(result["schedule"]))
         return 0
     from diloco_jax.runtime.local.check_input import check_input
     from diloco_jax.tools.chaos.ledger import table
@@ -473,13 +473,13 @@ def _compile_ahead_options(parser: Parser) -> None:
 @command("compile", options=_compile_ahead_options, trains=True)
 def compile_ahead(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
-    told = partial(tell_phase, Path(arguments.run_dir), f"compiler-{arguments.island}")
-    told(IMPORTING)
+    report = partial(tell_phase, Path(arguments.run_dir), f"compiler-{arguments.island}")
+    report(IMPORTING)
     _begin_process(Path(arguments.run_dir))
     from diloco_jax.runtime.local.standby import compiled_loop
 
-    compiled_loop(config, arguments.island, told)
-    told("")
+    compiled_loop(config, arguments.island, report)
+    report("")
     return 0
 
 

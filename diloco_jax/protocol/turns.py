@@ -61,20 +61,22 @@ def groups_of(sync_every: Periods, sync_later: Mapping[int, Periods] = _NEVER_LA
         ValueError: a period or a step is not a positive number, phases name different classes, or a period does not
             divide the next longer one; the message names setting, value and remedy.
     """
-    told: list[tuple[int, str, Periods]] = [(0, "sync_every", sync_every)]
+    sections: list[tuple[int, str, Periods]] = [(0, "sync_every", sync_every)]
     for first_step, periods in sorted(sync_later.items()):
         if first_step < 1:
             raise ValueError(f"protocol.sync_later starts at global step {first_step}; use 1 or later")
-        told.append((first_step, f"sync_later.{first_step}", periods))
-    names: tuple[str, ...] = next((tuple(periods) for _, _, periods in told if not isinstance(periods, int)), (REST,))
+        sections.append((first_step, f"sync_later.{first_step}", periods))
+    names: tuple[str, ...] = next(
+        (tuple(periods) for _, _, periods in sections if not isinstance(periods, int)), (REST,)
+    )
     columns: dict[str, list[int]] = {name: [] for name in names}
-    for _, where, periods in told:
+    for _, where, periods in sections:
         for name, period in _by_class(where, periods, names).items():
             columns[name].append(period)
     classes: dict[tuple[int, ...], tuple[str, ...]] = {}
     for name, column in columns.items():
         classes[tuple(column)] = (*classes.get(tuple(column), ()), name)
-    phases = [Phase(start, tuple(column[i] for column in classes)) for i, (start, _, _) in enumerate(told)]
+    phases = [Phase(start, tuple(column[i] for column in classes)) for i, (start, _, _) in enumerate(sections)]
     return Groups(tuple(classes.values()), tuple(phases))
 
 

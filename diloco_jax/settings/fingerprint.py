@@ -18,7 +18,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str, base: str
             then determines the corpus.
         base: digest of the weights below this process's adapters; "" if it has not read them.
     """
-    data = _told(config.data)
+    data = _differing(config.data)
     for part in (data, *data.get("mixture", {}).values()):
         # The same corpus may be stored elsewhere on another machine. `corpus` compares its content.
         part.pop("path", None)
@@ -30,11 +30,11 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str, base: str
         "model": f"{config.model.module} {json.dumps(dict(config.model.args), sort_keys=True)}",
         MODEL_LAYOUT: plan_fingerprint,
         "sequence length": str(config.train.seq_len),
-        GLOBAL_STEPS: config.limits.told,
+        GLOBAL_STEPS: config.limits.text,
         "protocol": config.protocol.words,
         "wire": f"{config.wire.up} up, {config.wire.down} down, states {config.wire.states}",
         "adoption": f"{config.adopt.mode} {config.adopt.alpha}",
-        "inner optimizer": json.dumps(_told(config.optimizer), sort_keys=True),
+        "inner optimizer": json.dumps(_differing(config.optimizer), sort_keys=True),
         "data": json.dumps(data, sort_keys=True),
         "corpus": corpus,
     }
@@ -43,7 +43,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str, base: str
     return tuple(sorted(pairs.items()))
 
 
-def _told(section: Any) -> dict[str, Any]:
+def _differing(section: Any) -> dict[str, Any]:
     """Return the settings that differ from their defaults, so that a release with more settings agrees with this
     one."""
     usual = {

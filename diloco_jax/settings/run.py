@@ -383,8 +383,8 @@ class RunConfig:
     @property
     def limits(self) -> Limits:
         """Return the global steps and merged tokens that complete the run."""
-        told = f"{self.planned_steps}" + f" for {self.train.tokens} tokens" * bool(self.train.tokens)
-        return Limits(self.train.steps, self.train.tokens, told)
+        text = f"{self.planned_steps}" + f" for {self.train.tokens} tokens" * bool(self.train.tokens)
+        return Limits(self.train.steps, self.train.tokens, text)
 
     @property
     def evaluations(self) -> EvaluationPlan:

@@ -198,9 +198,9 @@ def _overridden(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, An
         word, equals, first = left.pop(0).partition("=")
         if not word.startswith("--") or word == "--":
             raise ValueError(f"{word!r} is not a setting; settings follow the config as --section.name value")
-        given = [first] if equals else []
+        arguments = [first] if equals else []
         while not equals and left and not left[0].startswith("--"):
-            given.append(left.pop(0))
+            arguments.append(left.pop(0))
         dotted = word.removeprefix("--").replace("-", "_")
         if dotted in REMOVED:
             _warn_of_removed("command line", dotted)
@@ -219,7 +219,7 @@ def _overridden(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, An
             if dotted in lists:
                 raise ValueError(f"{word} is given twice; a list takes several words after one name: {word} A B")
             lists.add(dotted)
-        here[name] = _value(word, given, hint)
+        here[name] = _value(word, arguments, hint)
     return result
 
 
@@ -234,17 +234,19 @@ def _step(hint: Any, part: str) -> tuple[str, Any]:
     return part, typing.get_type_hints(section).get(part, Any)
 
 
-def _value(word: str, given: list[str], hint: Any) -> Any:
+def _value(word: str, arguments: list[str], hint: Any) -> Any:
     """Read the value of a setting from its arguments; a value that is not plain text is YAML."""
     if typing.get_origin(hint) is tuple:
         # A shell without quotes gives a list as in a YAML file in several words. A pattern such as [ab]*.txt is plain.
-        listed = " ".join(given)
-        return _as_yaml(word, listed) if listed.startswith("[") and listed.endswith("]") else given
-    if len(given) != 1:
+        listed = " ".join(arguments)
+        return _as_yaml(word, listed) if listed.startswith("[") and listed.endswith("]") else arguments
+    if len(arguments) != 1:
         raise ValueError(
-            f"{word} takes one value, not {len(given)} ({' '.join(given)})" if given else f"{word} needs a value"
+            f"{word} takes one value, not {len(arguments)} ({' '.join(arguments)})"
+            if arguments
+            else f"{word} needs a value"
         )
-    (text,) = given
+    (text,) = arguments
     if type(None) in typing.get_args(hint) and text in ("None", "null"):
         return None
     holds = (hint, *typing.get_args(hint))
@@ -344,14 +346,14 @@ def dump_chosen(config: RunConfig) -> str:
 
 def _differences(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that differ from the usual ones; a mapping with other keys is returned whole."""
-    found: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     for key, value in values.items():
         default = usual.get(key)
         if key in usual and value == default:
             continue
         same_keys = isinstance(value, Mapping) and isinstance(default, Mapping) and value.keys() == default.keys()
-        found[key] = _differences(value, default) if same_keys else value  # type: ignore[arg-type]
-    return found
+        differences[key] = _differences(value, default) if same_keys else value  # type: ignore[arg-type]
+    return differences
 
 
 def save(config: RunConfig, path: Path) -> None:
@@ -460,5 +462,5 @@ def _section(cls: type, part: Any, where: str, problems: list[str]) -> dict[str,
 
 def section_of(hint: Any) -> type | None:
     """Return the dataclass that a setting holds or may hold, alone or by name; None if it holds none."""
-    found = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
-    return typing.cast(type | None, found)
+    section = next((each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each)), None)
+    return typing.cast(type | None, section)

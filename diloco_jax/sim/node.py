@@ -180,10 +180,12 @@ class Observer:
     def on_delivery(self, message: LearnerMessage, now_s: float) -> None:
         """See a message, before the syncer's machine gets it."""
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         """See an input of the syncer, None if it was not a message, and the effects that its driver has executed."""
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         """See an input of a learner, None if it was not a message, and the effects that its driver has executed."""
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:

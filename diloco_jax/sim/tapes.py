@@ -38,13 +38,15 @@ class LearnerTapes(Observer):
             self._write(incarnation, "begin", *incarnation, self._cluster.nodes[incarnation[0]].step_samples, STAMP)
         lines.append(json.dumps(fields, separators=(",", ":")))
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         incarnation, machine = process.key, process.machine
         for effect in effects:
             if isinstance(effect, Adopt):
-                assert isinstance(given, GlobalFragment), f"{effect} without a fragment that arrived"
-                name = (effect.fragment_id, effect.version, given.epoch, given.digest)
-                self._write(incarnation, "adopt", *name, given.merged_round)
+                assert isinstance(message, GlobalFragment), f"{effect} without a fragment that arrived"
+                name = (effect.fragment_id, effect.version, message.epoch, message.digest)
+                self._write(incarnation, "adopt", *name, message.merged_round)
             elif isinstance(effect, Send) and isinstance(effect.message, FragmentValue):
                 value = effect.message
                 self._write(incarnation, "sent", value.fragment_id, value.global_step, value.local_step)

@@ -64,9 +64,9 @@ def load_named(setting: str, name: str) -> Any:
 
 def make_named(section: str, module: str, args: Mapping[str, Any]) -> Any:
     """Import the function or class that `<section>.module` names, and call it with `<section>.args`."""
-    found = load_named(f"{section}.module", module)
+    function = load_named(f"{section}.module", module)
     try:
-        return found(**args)
+        return function(**args)
     except (Exception, SystemExit) as error:
         raise failure(f"{section}.module", module, error) from error
 
@@ -75,10 +75,10 @@ def failure(setting: str, name: str, error: BaseException) -> ValueError:
     """Return a one-sentence error for a failure in user code, with the last file and line of that code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(frame.filename)]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    said = " ".join(str(error).split())[:MESSAGE_MAX]
+    message = " ".join(str(error).split())[:MESSAGE_MAX]
     section, dot, _ = setting.rpartition(".")
     remedy = f"correct it, or {section}.args" if dot else "correct it"
-    return ValueError(f"{setting} '{name}' fails: {type(error).__name__}: {said}{place}; {remedy}")
+    return ValueError(f"{setting} '{name}' fails: {type(error).__name__}: {message}{place}; {remedy}")
 
 
 def is_ours(error: Exception) -> bool:

@@ -40,7 +40,7 @@ def rounds_go_on(site: Site, honest: list[StubLearner], seen: Findings, when: st
         return all(stub.merged >= old + count for stub, old in zip(honest, before, strict=True))
 
     comes_true(lambda: enough() or not site.is_running, ROUNDS_WITHIN_S)
-    if not seen.expect(site.is_running, f"{when}: the syncer runs", f"{when}: the syncer ended: {site.said}"):
+    if not seen.expect(site.is_running, f"{when}: the syncer runs", f"{when}: the syncer ended: {site.last_line}"):
         return False
     made = min(stub.merged - old for stub, old in zip(honest, before, strict=True))
     troubles = [f"{stub.name}: {stub.trouble or stub.ended}" for stub in honest if not stub.is_running]

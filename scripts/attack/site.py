@@ -107,7 +107,7 @@ class Site:
         return self.process is not None and self.process.poll() is None
 
     @property
-    def said(self) -> str:
+    def last_line(self) -> str:
         """Return the last line of the syncer's log."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1][:200] if lines else ""
@@ -117,7 +117,7 @@ class Site:
         transport = TransportConfig(address=address or self.address, connect_timeout_s=2.0)
         wait_until(lambda: not self.is_running or self._answers(), "the syncer listens")
         if not self.is_running:
-            raise RuntimeError(f"the syncer ended: {self.said}")
+            raise RuntimeError(f"the syncer ended: {self.last_line}")
         return find_way(transport)
 
     def _answers(self) -> bool:

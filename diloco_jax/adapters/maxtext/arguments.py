@@ -79,11 +79,11 @@ def _find_config(file: str, configs: Path) -> str:
     return str(found)
 
 
-def with_defaults(given: Arguments, *, run: str, island: str, steps: int, hosts: int, data: Data) -> Arguments:
+def with_defaults(arguments: Arguments, *, run: str, island: str, steps: int, hosts: int, data: Data) -> Arguments:
     """Return the arguments with the defaults of an island.
 
     Args:
-        given: The user's arguments, which have precedence.
+        arguments: The user's arguments, which have precedence.
         run: Name of the run.
         island: Name of the island.
         steps: Global steps of the run, which MaxText's schedule of the learning rate gets.
@@ -93,7 +93,7 @@ def with_defaults(given: Arguments, *, run: str, island: str, steps: int, hosts:
     Raises:
         ValueError: An argument does not fit to `data`.
     """
-    values = dict(given.values)
+    values = dict(arguments.values)
     defaults = {"steps": str(steps), "learning_rate_schedule_steps": str(steps), "enable_checkpointing": "false"}
     # MaxText's own start of several processes on CPUs needs variables of its launcher.
     if hosts > 1 or values.get("hardware") == "cpu":
@@ -108,25 +108,27 @@ def with_defaults(given: Arguments, *, run: str, island: str, steps: int, hosts:
     values["run_name"] = f"{values.get('run_name') or run}-{island}"
     if data == "seed":
         values["data_shuffle_seed"] = str(island_seed(values.get("data_shuffle_seed", "0"), island))
-    return Arguments(given.config, values)
+    return Arguments(arguments.config, values)
 
 
-def own_command(given: Arguments, folder: Path, *, evaluates: bool = False) -> str:
+def own_command(arguments: Arguments, folder: Path, *, evaluates: bool = False) -> str:
     """Return the command that starts MaxText itself, without an island, from an exported model.
 
     Args:
-        given: The arguments of the export.
+        arguments: The arguments of the export.
         folder: Folder of the exported model.
         evaluates: Whether MaxText shall only evaluate it: it evaluates after a step, which has a learning rate of 0.
     """
     # MaxText does not search its folder of configs, and does not accept a relative path of parameters.
-    values = {"run_name": folder.name, **given.values, "load_parameters_path": str(folder.absolute() / "items")}
+    values = {"run_name": folder.name, **arguments.values, "load_parameters_path": str(folder.absolute() / "items")}
     if values.get("hardware") == "cpu":
         values.setdefault("skip_jax_distributed_system", "true")
     if evaluates:
         values |= {"learning_rate": "0", "steps": "1", "eval_interval": "1", "enable_checkpointing": "false"}
         values.setdefault("eval_steps", "20")
-    return shlex.join(["python", "-m", "maxtext.trainers.pre_train.train", *Arguments(given.config, values).as_words()])
+    return shlex.join(
+        ["python", "-m", "maxtext.trainers.pre_train.train", *Arguments(arguments.config, values).as_words()]
+    )
 
 
 def island_seed(seed: str, island: str) -> int:
@@ -139,8 +141,8 @@ def island_seed(seed: str, island: str) -> int:
 
 def _check_fits(data: Data, values: Mapping[str, str]) -> None:
     for key, (value, reason) in NEEDED[data].items():
-        if (found := values.get(key, value)).lower() != value:
-            raise ValueError(f"{key}={found} does not fit to --data {data}: {reason}; use {key}={value}")
+        if (actual := values.get(key, value)).lower() != value:
+            raise ValueError(f"{key}={actual} does not fit to --data {data}: {reason}; use {key}={value}")
 
 
 @contextmanager

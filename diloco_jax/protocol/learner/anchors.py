@@ -101,9 +101,9 @@ class Heads:
         """Return what was read since the last call. A driver's thread may have read it after the moment `now_s`."""
         if not self._untold:
             return ()
-        told = []
+        arrivals = []
         for fragment_id, read_s in self._untold.items():
             ago_s = round(now_s - read_s, AGO_DIGITS) if now_s > read_s else 0.0
-            told.append(Arrived(fragment_id, self._heads[fragment_id].version, ago_s))
+            arrivals.append(Arrived(fragment_id, self._heads[fragment_id].version, ago_s))
         self._untold.clear()
-        return tuple(told)
+        return tuple(arrivals)

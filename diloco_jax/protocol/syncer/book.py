@@ -76,33 +76,33 @@ class RoundBook:
     def proceed(self, now_s: float) -> None:
         """Open and close the rounds that can be opened and closed now."""
         while not (self.progress.finished or self.paused):
-            this = self.collecting or self._open(now_s)
-            if this is None:
+            round_ = self.collecting or self._open(now_s)
+            if round_ is None:
                 break
             late = self._late(now_s)
             if self._reliable(late) < self.config.quorum:
                 # A learner may have left since the quorum was met.
-                this.window = None
-            elif this.window is None:
-                this.window = self._window(this, now_s)
-            decision = closing(self._facts(this, late, now_s), now_s)
-            this.closes_s = decision.at_s if this.window is not None else None
+                round_.window = None
+            elif round_.window is None:
+                round_.window = self._window(round_, now_s)
+            decision = closing(self._facts(round_, late, now_s), now_s)
+            round_.closes_s = decision.at_s if round_.window is not None else None
             if now_s < decision.at_s:
                 break
-            self._close(this, late, decision.reason, now_s)
+            self._close(round_, late, decision.reason, now_s)
 
     def _promised_tokens(self) -> int:
         """Return the merged tokens that there will be if every value is merged that a closed round has asked for."""
         tokens = self.progress.merged_tokens
         if not self.progress.budget.tokens:
             return tokens
-        told: dict[str, int] = {}
+        reported: dict[str, int] = {}
         # The oldest round comes first, so that each member's newest report stays.
-        for this in self.flying.values():
-            told |= {name: this.told_tokens[name] for name in {*this.asked, *this.values} - this.former}
+        for round_ in self.flying.values():
+            reported |= {name: round_.told_tokens[name] for name in {*round_.asked, *round_.values} - round_.former}
         members = self.membership.members
         most = self.progress.value_tokens_max
-        return tokens + sum(min(most, max(0, told[name] - members[name].credit.merged_tokens)) for name in told)
+        return tokens + sum(min(most, max(0, reported[name] - members[name].credit.merged_tokens)) for name in reported)
 
     def _next_step(self) -> int:
         """Return the global step of the next round."""
@@ -123,14 +123,14 @@ class RoundBook:
             return None
         fragment_id = self.turns.due(step)
         full = len(self.flying) >= max(1, self.config.overlap_steps)
-        if full or any(this.fragment_id == fragment_id >= 0 for this in self.flying.values()):
-            for this in self._blocking(fragment_id, full, owed=False):
-                this.blocks_s = now_s if this.blocks_s is None else this.blocks_s
-            for this in self._blocking(fragment_id, full, owed=True):
-                self._give_up(this, f"no value before round {this.global_step} kept the next one waiting", now_s)
+        if full or any(round_.fragment_id == fragment_id >= 0 for round_ in self.flying.values()):
+            for round_ in self._blocking(fragment_id, full, owed=False):
+                round_.blocks_s = now_s if round_.blocks_s is None else round_.blocks_s
+            for round_ in self._blocking(fragment_id, full, owed=True):
+                self._give_up(round_, f"no value before round {round_.global_step} kept the next one waiting", now_s)
             return None
-        for this in self.flying.values():
-            this.blocks_s = None
+        for round_ in self.flying.values():
+            round_.blocks_s = None
         self.collecting = self.flying[step] = Round(step, fragment_id, now_s)
         self.fresh = set()
         for member in self.membership.members.values():
@@ -139,28 +139,28 @@ class RoundBook:
 
     def count(self, member: Member) -> bool:
         """Count a live member towards the collecting round if its newest report is fresh; return whether it is new."""
-        this = self.collecting
-        if this is None or member.state != ACTIVE or member.learner_id in self.fresh:
+        round_ = self.collecting
+        if round_ is None or member.state != ACTIVE or member.learner_id in self.fresh:
             return False
-        if not member.is_fresh(this.global_step, this.fragment_id, self.lockstep):
+        if not member.is_fresh(round_.global_step, round_.fragment_id, self.lockstep):
             return False
         self.fresh.add(member.learner_id)
         return True
 
-    def _window(self, this: Round, now_s: float) -> GraceWindow:
+    def _window(self, round_: Round, now_s: float) -> GraceWindow:
         """Return the moments that limit a round which meets its quorum now."""
         step_s = self.membership.median_step_s()
         broadcast_s, wait_s = self.membership.broadcast_s(step_s)
-        self.pace = self.pace.after_quorum(now_s - this.opened_s, step_s, self.config)
+        self.pace = self.pace.after_quorum(now_s - round_.opened_s, step_s, self.config)
         # If rounds closed faster than the links carry their versions, versions would queue up.
-        links_s = self.closed_s + broadcast_s / GAMMA + wait_s if this.fragment_id >= 0 else now_s
+        links_s = self.closed_s + broadcast_s / GAMMA + wait_s if round_.fragment_id >= 0 else now_s
         sync_s = (self.pace.merge_s or 0.0) + broadcast_s
         grace_s = grace_window_s(self.config, step_s, self.pace.quorum_s, sync_s)
         return GraceWindow(now_s, max(now_s, links_s), now_s + grace_s, now_s + least_wait_s(self.config, step_s))
 
-    def _facts(self, this: Round, late: set[str], now_s: float) -> Facts:
+    def _facts(self, round_: Round, late: set[str], now_s: float) -> Facts:
         """Return what decides when a round closes."""
-        window, fresh = this.window, len(self.fresh - late)
+        window, fresh = round_.window, len(self.fresh - late)
         few = window is not None and window.grace_s <= now_s and self._few(window, late, now_s)
         return Facts(
             self.config.quorum,
@@ -169,7 +169,7 @@ class RoundBook:
             self._reliable(late),
             window,
             few,
-            self._starting(this),
+            self._starting(round_),
         )
 
     def _reliable(self, late: set[str]) -> int:
@@ -183,12 +183,12 @@ class RoundBook:
         timely = sum(m.reported_s <= window.grace_s for m in reported)
         return len(reported) < len(paced) and timely < (1.0 if self.lockstep else ENOUGH) * len(paced)
 
-    def _starting(self, this: Round) -> bool:
+    def _starting(self, round_: Round) -> bool:
         """Return whether, in the first turn of the fragments, a joined learner has not made a step yet.
 
         Without this wait, rounds of a few milliseconds would use up much of a short run while that learner compiles.
         """
-        if this.global_step > self.config.groups.gap_max or not self.config.grace_steps_max:
+        if round_.global_step > self.config.groups.gap_max or not self.config.grace_steps_max:
             return False
         if (self.membership.median_step_s() or 0.0) >= SHORT_STEP_S:
             return False
@@ -197,8 +197,8 @@ class RoundBook:
     @property
     def awaits_starters(self) -> bool:
         """True while the collecting round waits for learners that have not made their first step."""
-        this = self.collecting
-        return this is not None and this.window is not None and self._starting(this)
+        round_ = self.collecting
+        return round_ is not None and round_.window is not None and self._starting(round_)
 
     def _unreliable(self) -> set[str]:
         """Return the members that owe answers, if the others can meet the quorum; rounds need the others."""
@@ -223,45 +223,45 @@ class RoundBook:
         slow: set[str] = set()
         # With fewer rounds in flight there is only the collecting one.
         if len(self.flying) >= 2:
-            for this in self.flying.values():
-                if this.asked and this.waits_long(now_s):
-                    slow.update(name for name in this.asked if members[name].state == ACTIVE)
+            for round_ in self.flying.values():
+                if round_.asked and round_.waits_long(now_s):
+                    slow.update(name for name in round_.asked if members[name].state == ACTIVE)
         enough = self.membership.live - self.config.quorum
         late = rest | slow
         if len(late) > enough:
             late = rest
         return late if len(late) <= enough else set()
 
-    def _close(self, this: Round, late: set[str], reason: str, now_s: float) -> None:
+    def _close(self, round_: Round, late: set[str], reason: str, now_s: float) -> None:
         progress, members = self.progress, sorted(self.fresh - late)
-        snapshot = self.config.snapshot_due(progress.global_step, this.global_step)
+        snapshot = self.config.snapshot_due(progress.global_step, round_.global_step)
         self.collecting = None
-        progress.global_step = this.global_step
+        progress.global_step = round_.global_step
         for learner_id in members:
             member = self.membership.members[learner_id]
             member.credit.used_step = member.local_step
-        self.effects.append(progress.note("closed", this.fragment_id, tuple(members), reason + _without(late)))
+        self.effects.append(progress.note("closed", round_.fragment_id, tuple(members), reason + _without(late)))
         if snapshot:
             self.effects.append(SaveSnapshot(progress.global_step))
-        if this.fragment_id < 0:
-            del self.flying[this.global_step]
+        if round_.fragment_id < 0:
+            del self.flying[round_.global_step]
             self._advance()
             return
-        this.phase = PULLING
-        this.closed_s = self.closed_s = now_s
-        this.resend_wait_s = self._resend_wait_s()
-        this.resend_s = now_s + this.resend_wait_s
-        this.expires_s = now_s + self.config.pull_timeout_s
+        round_.phase = PULLING
+        round_.closed_s = self.closed_s = now_s
+        round_.resend_wait_s = self._resend_wait_s()
+        round_.resend_s = now_s + round_.resend_wait_s
+        round_.expires_s = now_s + self.config.pull_timeout_s
         for learner_id in members:
-            this.size += 1
+            round_.size += 1
             member = self.membership.members[learner_id]
-            this.asked[learner_id] = local_step = member.local_step
-            this.told_tokens[learner_id] = member.tokens
-            member.asked_for(this.fragment_id, this.global_step)
-            self.effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
-        self._expect_answers(this)
+            round_.asked[learner_id] = local_step = member.local_step
+            round_.told_tokens[learner_id] = member.tokens
+            member.asked_for(round_.fragment_id, round_.global_step)
+            self.effects.append(Send(learner_id, PullRequest(round_.global_step, round_.fragment_id, local_step)))
+        self._expect_answers(round_)
         for member in self.membership.live_members():
-            self.downstream.repair(member, this.fragment_id)
+            self.downstream.repair(member, round_.fragment_id)
 
     @property
     def any_closed(self) -> bool:
@@ -274,45 +274,45 @@ class RoundBook:
         if not 0 <= fragment_id < len(history):
             self._drop(name, f"value of fragment {fragment_id}, there are {len(history)}")
             return
-        this = self.flying.get(message.global_step)
-        if this is None or this.phase != PULLING or name not in this.asked:
+        round_ = self.flying.get(message.global_step)
+        if round_ is None or round_.phase != PULLING or name not in round_.asked:
             self._drop(name, f"value for round {message.global_step} came late or was not asked for")
             return
-        if fragment_id != this.fragment_id:
-            self._drop(name, f"value of fragment {fragment_id} where {this.fragment_id} was asked for")
+        if fragment_id != round_.fragment_id:
+            self._drop(name, f"value of fragment {fragment_id} where {round_.fragment_id} was asked for")
             return
-        if name in this.early:
+        if name in round_.early:
             self._drop(name, f"value for round {message.global_step} came twice")
             return
         if message.local_step > member.local_step:
             # Bulk connections may overtake the control connection. The value counts once the report of its step is
             # here, because only reports confirm its counters.
-            this.early[name] = message
+            round_.early[name] = message
             return
-        self._take(this, member, message, now_s)
+        self._take(round_, member, message, now_s)
 
     def on_reported(self, member: Member, now_s: float) -> None:
         """Take the values of a member that came before the report of their step."""
-        for this in list(self.flying.values()):
-            early = this.early.get(member.learner_id)
+        for round_ in list(self.flying.values()):
+            early = round_.early.get(member.learner_id)
             if early is not None and early.local_step <= member.local_step:
-                self._take(this, member, early, now_s)
+                self._take(round_, member, early, now_s)
 
-    def _take(self, this: Round, member: Member, message: FragmentValue, now_s: float) -> None:
+    def _take(self, round_: Round, member: Member, message: FragmentValue, now_s: float) -> None:
         """Take a member's answer, whose step its reports have confirmed."""
         name, fragment_id, history = member.learner_id, message.fragment_id, self.downstream.history
         # The driver keeps the payload of a value that came before its report.
-        kept = this.global_step if name in this.early else -1
-        this.answered(name, now_s)
+        kept = round_.global_step if name in round_.early else -1
+        round_.answered(name, now_s)
         base = message.base_version
-        if base in history[fragment_id] and not self._held_up(this, member, now_s):
+        if base in history[fragment_id] and not self._held_up(round_, member, now_s):
             self.owing.pop(name, None)
         else:
-            self._owe(name, this)
-        self._expect_answers(this)
+            self._owe(name, round_)
+        self._expect_answers(round_)
         asked = member.credit.asked.get(fragment_id)
         # A state written by an older release does not hold the report that was newest when the round asked.
-        known = asked is not None and asked.round == this.global_step
+        known = asked is not None and asked.round == round_.global_step
         if message.steps < 1 or message.tokens < 1:
             self._drop(name, "value without a step since the last adoption", kept)
         elif base not in history[fragment_id]:
@@ -324,56 +324,56 @@ class RoundBook:
             member.credit.merged_base[fragment_id] = base
             tokens = self.progress.plausible(message.tokens, message.steps, member, self.membership)
             data = (message.samples, message.since)
-            this.values[name] = Contribution(name, message.local_step, message.steps, tokens, base, *data)
-            self.settle(this, now_s)
+            round_.values[name] = Contribution(name, message.local_step, message.steps, tokens, base, *data)
+            self.settle(round_, now_s)
             # The collecting round may have excluded this learner because its value was late.
             self.proceed(now_s)
             return
-        self.settle(this, now_s)
+        self.settle(round_, now_s)
 
     def _drop(self, name: str, reason: str, kept: int = -1) -> None:
         self.effects.append(Drop(name, reason, kept))
 
-    def settle(self, this: Round, now_s: float) -> None:
+    def settle(self, round_: Round, now_s: float) -> None:
         """Merge a pulled round after the last answer; give it up if no learner answered."""
-        if this.asked or this.phase != PULLING:
+        if round_.asked or round_.phase != PULLING:
             return
-        if this.values:
-            this.phase, this.pulled_s = MERGING, now_s
-            contributions = [this.values[learner_id] for learner_id in sorted(this.values)]
+        if round_.values:
+            round_.phase, round_.pulled_s = MERGING, now_s
+            contributions = [round_.values[learner_id] for learner_id in sorted(round_.values)]
             weighed = self.progress.weighed(contributions, self.membership)
-            self.effects.append(Merge(this.global_step, this.fragment_id, weighed))
+            self.effects.append(Merge(round_.global_step, round_.fragment_id, weighed))
             return
-        del self.flying[this.global_step]
-        note = self.progress.note("abandoned", this.fragment_id, (), "no value arrived", this.global_step)
-        self.effects.extend([note, Discard(this.global_step)])
+        del self.flying[round_.global_step]
+        note = self.progress.note("abandoned", round_.fragment_id, (), "no value arrived", round_.global_step)
+        self.effects.extend([note, Discard(round_.global_step)])
         self._advance()
         self.proceed(now_s)
 
     def end_merge(self, global_step: int) -> Round:
         """Remove the round that was being merged from the book, and return it."""
-        this = self.flying.pop(global_step)
-        assert this.phase == MERGING, f"round {global_step} merged in phase {this.phase}"
-        return this
+        round_ = self.flying.pop(global_step)
+        assert round_.phase == MERGING, f"round {global_step} merged in phase {round_.phase}"
+        return round_
 
-    def abandon(self, this: Round) -> None:
+    def abandon(self, round_: Round) -> None:
         """Give up a round whose values were all unusable."""
-        note = self.progress.note("abandoned", this.fragment_id, (), "no value was usable", this.global_step)
+        note = self.progress.note("abandoned", round_.fragment_id, (), "no value was usable", round_.global_step)
         self.effects.append(note)
         self._advance()
 
-    def renew(self, this: Round, contributions: Sequence[Contribution], digest: int, now_s: float) -> None:
+    def renew(self, round_: Round, contributions: Sequence[Contribution], digest: int, now_s: float) -> None:
         """Broadcast the new version that a round has made."""
-        self.pace = self.pace.after_merge(now_s - this.closed_s, self.membership.median_step_s(), self.config)
-        self.downstream.renew(this.fragment_id, this.global_step, digest)
-        for member in self.credit(this, contributions):
-            member.credit.merged_round[this.fragment_id] = this.global_step
+        self.pace = self.pace.after_merge(now_s - round_.closed_s, self.membership.median_step_s(), self.config)
+        self.downstream.renew(round_.fragment_id, round_.global_step, digest)
+        for member in self.credit(round_, contributions):
+            member.credit.merged_round[round_.fragment_id] = round_.global_step
         for member in self.membership.connected():
-            self.downstream.send(member, this.fragment_id, broadcast_s=now_s)
+            self.downstream.send(member, round_.fragment_id, broadcast_s=now_s)
 
-    def credit(self, this: Round, contributions: Sequence[Contribution]) -> list[Member]:
+    def credit(self, round_: Round, contributions: Sequence[Contribution]) -> list[Member]:
         """Count the values in a new version; return the members whose present incarnation made one of them."""
-        fragment_id, version, progress = this.fragment_id, this.global_step, self.progress
+        fragment_id, version, progress = round_.fragment_id, round_.global_step, self.progress
         present: list[Member] = []
         progress.merged_rounds += 1
         progress.merged_parts += len(contributions)
@@ -381,14 +381,14 @@ class RoundBook:
         for contribution in contributions:
             member = self.membership.members[contribution.learner_id]
             member.rounds += 1
-            if contribution.learner_id in this.former:
+            if contribution.learner_id in round_.former:
                 # The counters and the data of the present incarnation are new.
                 continue
             credit = member.credit
             tokens = (
                 min(contribution.tokens, progress.value_tokens_max) if progress.budget.tokens else contribution.tokens
             )
-            progress.merged_tokens += credit.merge(this.told_tokens[contribution.learner_id], tokens)
+            progress.merged_tokens += credit.merge(round_.told_tokens[contribution.learner_id], tokens)
             credit.merged_mark, credit.strikes, credit.alarmed = progress.merged_rounds, 0, False
             self.leases.on_merged(
                 contribution.learner_id, fragment_id, version, contribution.samples, contribution.since
@@ -402,15 +402,15 @@ class RoundBook:
     def lose(self, learner_id: str, now_s: float) -> None:
         """Remove a lost learner from the rounds: its report, its early value, and the answers that it owes."""
         self.fresh.discard(learner_id)
-        for this in list(self.flying.values()):
-            if this.early.pop(learner_id, None) is not None:
-                self._drop(learner_id, "its connection ended before the report of its value", this.global_step)
-            if this.asked.pop(learner_id, None) is not None:
-                self.settle(this, now_s)
+        for round_ in list(self.flying.values()):
+            if round_.early.pop(learner_id, None) is not None:
+                self._drop(learner_id, "its connection ended before the report of its value", round_.global_step)
+            if round_.asked.pop(learner_id, None) is not None:
+                self.settle(round_, now_s)
 
     def clear(self) -> None:
         """Give up every round in flight."""
-        self.effects.extend([Discard(this.global_step) for this in self.flying.values()])
+        self.effects.extend([Discard(round_.global_step) for round_ in self.flying.values()])
         self.flying, self.collecting, self.fresh = {}, None, set()
 
     def _advance(self) -> None:
@@ -419,25 +419,27 @@ class RoundBook:
 
     def on_tick(self, now_s: float) -> None:
         """Repeat pulls without an answer, and finally give them up."""
-        for this in [r for r in self.flying.values() if r.phase == PULLING]:
-            this.owed = now_s >= this.owed_s
-            if now_s >= this.expires_s:
-                self._give_up(this, f"no value within {self.config.pull_timeout_s} s", now_s)
-            elif now_s >= this.resend_s:
-                this.resend_wait_s *= 2
-                this.resend_s = now_s + this.resend_wait_s
-                for learner_id, local_step in sorted(this.asked.items()):
-                    self.effects.append(Send(learner_id, PullRequest(this.global_step, this.fragment_id, local_step)))
+        for round_ in [r for r in self.flying.values() if r.phase == PULLING]:
+            round_.owed = now_s >= round_.owed_s
+            if now_s >= round_.expires_s:
+                self._give_up(round_, f"no value within {self.config.pull_timeout_s} s", now_s)
+            elif now_s >= round_.resend_s:
+                round_.resend_wait_s *= 2
+                round_.resend_s = now_s + round_.resend_wait_s
+                for learner_id, local_step in sorted(round_.asked.items()):
+                    self.effects.append(
+                        Send(learner_id, PullRequest(round_.global_step, round_.fragment_id, local_step))
+                    )
 
-    def _expect_answers(self, this: Round) -> None:
+    def _expect_answers(self, round_: Round) -> None:
         """Set when the answers that a round waits for are owed."""
-        asked, resend_s = [self.membership.members[name] for name in this.asked], self._resend_wait_s()
+        asked, resend_s = [self.membership.members[name] for name in round_.asked], self._resend_wait_s()
         # A learner may do something else between two steps, such as to wait for its data.
         steps = [max(m.step_s or self.membership.median_step_s() or 0.0, min(m.between_s, resend_s)) for m in asked]
         answer_s = (ANSWER_STEPS + self.config.wait_steps) * max(steps, default=0.0)
-        if not this.asked.keys() <= self.owing.keys():
+        if not round_.asked.keys() <= self.owing.keys():
             answer_s = max(answer_s, resend_s)
-        this.owed_s, this.owed = this.closed_s + answer_s, False
+        round_.owed_s, round_.owed = round_.closed_s + answer_s, False
 
     def _resend_wait_s(self) -> float:
         """Return the seconds until a pull without an answer is repeated for the first time."""
@@ -452,47 +454,51 @@ class RoundBook:
         if self.lockstep:
             return []
         others, rounds = bool(self._unreliable()), [r for r in self.flying.values() if r.phase == PULLING]
-        waiting = [this for this in rounds if (this.owed or not owed) and (others or this.values)]
+        waiting = [round_ for round_ in rounds if (round_.owed or not owed) and (others or round_.values)]
         if full and len(waiting) == len(self.flying):
             return waiting
-        return [this for this in waiting if this.fragment_id == fragment_id]
+        return [round_ for round_ in waiting if round_.fragment_id == fragment_id]
 
-    def _give_up(self, this: Round, reason: str, now_s: float) -> None:
+    def _give_up(self, round_: Round, reason: str, now_s: float) -> None:
         """End a round's wait for values; their learners owe them."""
-        for name in sorted(this.asked):
-            self._drop(name, reason, this.global_step)
-            self._owe(name, this)
-        this.asked.clear()
-        this.early.clear()
-        self.settle(this, now_s)
+        for name in sorted(round_.asked):
+            self._drop(name, reason, round_.global_step)
+            self._owe(name, round_)
+        round_.asked.clear()
+        round_.early.clear()
+        self.settle(round_, now_s)
 
-    def _owe(self, name: str, this: Round) -> None:
+    def _owe(self, name: str, round_: Round) -> None:
         before = self.owing.get(name)
-        self.owing[name] = before.after(this.global_step) if before else Owed(1, this.global_step)
+        self.owing[name] = before.after(round_.global_step) if before else Owed(1, round_.global_step)
 
-    def _held_up(self, this: Round, member: Member, now_s: float) -> bool:
+    def _held_up(self, round_: Round, member: Member, now_s: float) -> bool:
         """Return whether a round has kept the next one from opening for longer than this member's answers take."""
         step_s = max(member.step_s or 0.0, self.membership.median_step_s() or 0.0)
-        return this.blocks_s is not None and now_s - this.blocks_s > (ANSWER_STEPS + self.config.wait_steps) * step_s
+        return (
+            round_.blocks_s is not None and now_s - round_.blocks_s > (ANSWER_STEPS + self.config.wait_steps) * step_s
+        )
 
     def waiting_for(self, now_s: float) -> str:
         """Describe what the next round waits for."""
-        this = self.collecting
-        if this is None:
+        round_ = self.collecting
+        if round_ is None:
             oldest = min(self.flying.values(), key=lambda r: r.global_step, default=None)
             return oldest.waits_for if oldest is not None else "the first learner"
         connected = self.membership.connected()
         late = self._late(now_s)
         missing = [m.learner_id for m in connected if m.state == ACTIVE and m.learner_id not in self.fresh | late]
         joining = [m.learner_id for m in connected if m.state == JOINING]
-        words = [f"round {this.global_step}: {closing(self._facts(this, late, now_s), now_s).reason}{_without(late)}"]
+        words = [
+            f"round {round_.global_step}: {closing(self._facts(round_, late, now_s), now_s).reason}{_without(late)}"
+        ]
         words += [f"not yet: {', '.join(missing)}"] if missing else []
         words += [f"joining: {', '.join(joining)}"] if joining else []
         return "; ".join(words)
 
     def state(self) -> dict[str, Any]:
         return {
-            "rounds": [this.to_plain() for this in self.flying.values()],
+            "rounds": [round_.to_plain() for round_ in self.flying.values()],
             "collecting": self.collecting.global_step if self.collecting is not None else None,
             "fresh": sorted(self.fresh),
             "pace": [*self.pace, self.closed_s],
@@ -500,7 +506,7 @@ class RoundBook:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.flying = {this.global_step: this for this in map(Round.from_plain, state["rounds"])}
+        self.flying = {round_.global_step: round_ for round_ in map(Round.from_plain, state["rounds"])}
         self.collecting = self.flying.get(state["collecting"])
         self.fresh = set(state["fresh"])
         # Older releases wrote two more averages between these.

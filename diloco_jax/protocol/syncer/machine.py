@@ -308,7 +308,7 @@ class Syncer:
     def on_limits(self, limits: Limits) -> list[Effect]:
         """Set other limits of a run that is not training; a rewind must follow."""
         self.progress.limit(limits)
-        self.membership.expect(GLOBAL_STEPS, limits.told)
+        self.membership.expect(GLOBAL_STEPS, limits.text)
         return []
 
     def on_rewind(self, epoch: int, now_s: float) -> list[Effect]:

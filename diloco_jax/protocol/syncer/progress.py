@@ -37,7 +37,7 @@ class Limits(NamedTuple):
     # Merged tokens; 0 for no limit.
     tokens: int
     # The limits as text: the entry GLOBAL_STEPS of the fingerprint, which must be equal on both sides.
-    told: str = ""
+    text: str = ""
 
     def allow(self, global_step: int, tokens: int) -> bool:
         """Return whether the run continues to this global step when so many tokens are merged."""

@@ -10,7 +10,7 @@ The first line of each epoch of the syncer has the stamp of its release. The fir
 
 A line is written before any effect of its input is executed, so the tape of a syncer that was killed has every decision
 that another process has seen. From a line ["rewind", ...] on, the run continues from its state at an earlier snapshot.
-A line ["limits", now_s, [steps, tokens, told], [steps, tokens, told]] has the limits before and after it. A run that
+A line ["limits", now_s, [steps, tokens, text], [steps, tokens, text]] has the limits before and after it. A run that
 goes back to a snapshot may get higher limits and train longer.
 
 Before a driver captures a snapshot, it writes a line ["snapshot", now_s, global_step, head]. `head` is the head of the
@@ -229,7 +229,7 @@ def back_to(kind: str, arguments: Sequence[Any]) -> Moment | None:
 
 def returns(lines: Iterable[str]) -> Counter[Moment]:
     """Count how often a tape goes back to each snapshot. Unreadable lines are skipped; `replay` reports them."""
-    found: Counter[Moment] = Counter()
+    counts: Counter[Moment] = Counter()
     for line in lines:
         if line.startswith(_LATER_EPOCHS):
             try:
@@ -240,8 +240,8 @@ def returns(lines: Iterable[str]) -> Counter[Moment]:
             except _NOT_A_LINE:
                 continue
             if moment is not None:
-                found[moment] += 1
-    return found
+                counts[moment] += 1
+    return counts
 
 
 def remove_stamp(number: int, kind: str, arguments: list[Any]) -> None:
@@ -286,10 +286,10 @@ def limits_before(lines: Iterable[str]) -> Limits | None:
 
 def limits_after(lines: Iterable[str]) -> Limits | None:
     """Return a run's limits after these lines of its tape; None if no line changes them."""
-    found = None
+    limits = None
     for line in filter(_is_of_limits, lines):
-        found = _limits(line, 3)
-    return found
+        limits = _limits(line, 3)
+    return limits
 
 
 def _is_of_limits(line: str) -> bool:
@@ -303,8 +303,8 @@ def _limits(line: str, place: int) -> Limits:
         raise ValueError(f"a line of the tape cannot be read ({error}): {line[:120]!r}") from error
 
 
-def _made(steps: Any, tokens: Any, told: Any = "") -> Limits:
-    return Limits(int(steps), int(tokens), str(told))
+def _made(steps: Any, tokens: Any, text: Any = "") -> Limits:
+    return Limits(int(steps), int(tokens), str(text))
 
 
 def count_epochs(lines: Iterable[str]) -> int:
@@ -347,11 +347,11 @@ def _message(kind: str, arguments: list[Any]) -> LearnerMessage:
     """Make a message from JSON, which has lists instead of named tuples."""
     if kind == "StepReport":
         arguments[5] = tuple(Adopted(*a) for a in arguments[5])
-        arguments[10:11] = [tuple(Arrived(*a) for a in told) for told in arguments[10:11]]
+        arguments[10:11] = [tuple(Arrived(*a) for a in plain) for plain in arguments[10:11]]
     elif kind == "Hello":
         arguments[2] = tuple((what, value) for what, value in arguments[2])
         arguments[3:5] = [tuple(arguments[3]), tuple(arguments[4])]
     elif kind == "Score":
         arguments[4] = tuple(arguments[4])
-        arguments[8] = tuple(Metric(*told) for told in arguments[8])
+        arguments[8] = tuple(Metric(*plain) for plain in arguments[8])
     return _MESSAGES[kind](*arguments)

@@ -103,24 +103,24 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
         return []
     stats.links.look(syncer, now_s)
     median_s = syncer.membership.median_step_s()
-    found = [Alarm("outrun", "", stats.outrun)] if stats.outrun else []
+    alarms = [Alarm("outrun", "", stats.outrun)] if stats.outrun else []
     for condition in conditions(syncer, now_s):
         name = condition.learner_id
         if condition.condition in REMEDIES:
-            found.append(
+            alarms.append(
                 Alarm(condition.condition, name, f"{name} is {shown(condition.condition)}: {condition.reason}")
             )
         if syncer.membership.members[name].state != "active":
             continue
         if trouble := stats.losses.trouble(name):
-            found.append(Alarm("loss", name, f"{name}: {trouble}"))
+            alarms.append(Alarm("loss", name, f"{name}: {trouble}"))
         if way := stats.links.trouble(syncer, name, median_s):
             text = f"a fragment takes {way.took_s:.1f} s to and from {name}; {way.allowed_s:.1f} s are hidden by steps"
-            found.append(Alarm("link", name, text))
-    stats.crowd.look(syncer, {alarm.who for alarm in found})
+            alarms.append(Alarm("link", name, text))
+    stats.crowd.look(syncer, {alarm.who for alarm in alarms})
     if stats.crowd.trouble:
-        found.append(Alarm("few", "", stats.crowd.trouble))
-    return found
+        alarms.append(Alarm("few", "", stats.crowd.trouble))
+    return alarms
 
 
 def starving(metrics: Mapping[str, Mapping[str, float]]) -> list[Alarm]:
@@ -155,11 +155,11 @@ class Standing:
         return {**self.alarm.as_dict(), **times, "times": self.times, "stands": self.stands, **over}
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Standing:
-        """Make the alarm that `told` described."""
-        before_s = told["lasted_s"] - (told["until_s"] - told["from_s"])
-        alarm = Alarm(told["kind"], told["who"], told["text"])
-        return cls(alarm, told["from_s"], told["until_s"], told["stands"], told["times"], before_s)
+    def of(cls, record: Mapping[str, Any]) -> Standing:
+        """Make the alarm that `record` described."""
+        before_s = record["lasted_s"] - (record["until_s"] - record["from_s"])
+        alarm = Alarm(record["kind"], record["who"], record["text"])
+        return cls(alarm, record["from_s"], record["until_s"], record["stands"], record["times"], before_s)
 
 
 class AlarmBook:
@@ -179,9 +179,9 @@ class AlarmBook:
         known = [each for each in earlier if each.alarm.kind in REMEDIES]
         self._episodes = {(each.alarm.kind, each.alarm.who): each for each in known[:KEPT_MAX]}
 
-    def look(self, found: Iterable[Alarm], now_s: float) -> tuple[list[Alarm], list[Alarm]]:
+    def look(self, alarms: Iterable[Alarm], now_s: float) -> tuple[list[Alarm], list[Alarm]]:
         """Record what is wrong at this moment; return the alarms that start and those that end."""
-        newest = {(alarm.kind, alarm.who): alarm for alarm in found}
+        newest = {(alarm.kind, alarm.who): alarm for alarm in alarms}
         over = [key for key, episode in self._episodes.items() if episode.stands and key not in newest]
         for key in self._found_s.keys() - newest.keys():
             if key in over or key[0] not in FLAPPING or now_s - self._last_s[key] >= CALM:

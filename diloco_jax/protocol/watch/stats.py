@@ -218,11 +218,11 @@ class RunStats:
     def status(self, now_s: float) -> list[dict[str, Any]]:
         """Return one entry per known learner, for people and dashboards."""
         rows = []
-        told = {condition.learner_id: condition for condition in conditions(self._syncer, now_s)}
+        by_name = {condition.learner_id: condition for condition in conditions(self._syncer, now_s)}
         if self._syncer.finished and self._finished_s is None:
             self._finished_s = now_s
         for member in self._members():
-            condition = told[member.learner_id]
+            condition = by_name[member.learner_id]
             stats = self._learners.get(member.learner_id) or LearnerStats()
             running = member.state in ("active", "silent")
             stayed = member.state != "gone" or (self._finished_s or 0.0) - member.since_s <= FINISHING_S

@@ -438,15 +438,15 @@ def computed(figures: Sequence[Figure[Facts]], file: File, facts: Facts) -> dict
     return {figure.name: figure.value(facts) for figure in figures if file in figure.files}
 
 
-def with_figures(file: File, told: Mapping[str, Any]) -> dict[str, Any]:
+def with_figures(file: File, status: Mapping[str, Any]) -> dict[str, Any]:
     """Return a status or a summary with the figures that are computed from its facts, of the run and of each island."""
-    facts, learners = RunFacts.of(told), told["learners"]
+    facts, learners = RunFacts.of(status), status["learners"]
     added = [computed(ISLAND_FIGURES, file, island) for island in facts.islands]
     if isinstance(learners, Mapping):
         rows: Any = {name: {**learners[name], **more} for name, more in zip(learners, added, strict=True)}
     else:
         rows = [{**row, **more} for row, more in zip(learners, added, strict=True)]
-    return {**told, "learners": rows, **computed(RUN_FIGURES, file, facts)}
+    return {**status, "learners": rows, **computed(RUN_FIGURES, file, facts)}
 
 
 def texts(

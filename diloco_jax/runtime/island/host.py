@@ -38,7 +38,7 @@ Ranges = Sequence[tuple[int, int]]
 # A built-in step reports under this name how long it waited for samples.
 DATA_WAIT = "data_wait_s"
 # Gets progress in words for people.
-Told = Callable[[str], object]
+Report = Callable[[str], object]
 # Returns None while a state is being written, then "" if it was saved, else the error.
 SaveResult = Callable[[], str | None]
 
@@ -118,13 +118,13 @@ class Host:
     def tell(self, command: commands.Command) -> None:
         """Send a command to the other hosts, before this host obeys it; an island of one process has none."""
 
-    def warm_up(self, told: Told = lambda words: None) -> None:
+    def warm_up(self, report: Report = lambda words: None) -> None:
         """Compile the island's programs, and report the progress; any thread."""
         island, steps = self.island, int(self._compile_step is not None)
         total = island.count_programs(self.fragments) + steps
 
         def tell(done: int, current: str) -> None:
-            told(f"compiling or loading programs, {done} of {total} are ready" + f", now: {current}" * bool(current))
+            report(f"compiling or loading programs, {done} of {total} are ready" + f", now: {current}" * bool(current))
 
         if self._compile_step is not None:
             # The step comes first, because it usually takes the longest.

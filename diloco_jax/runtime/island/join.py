@@ -153,8 +153,8 @@ def _exchange(words: str) -> list[str]:
         raise ValueError(
             f"the addresses {words!r} have {len(raw)} bytes, the limit is {WORDS_BYTES}: use shorter names of hosts"
         )
-    told = np.frombuffer(raw.ljust(WORDS_BYTES, b"\0"), np.uint8)
-    return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(multihost_utils.process_allgather(told))]
+    padded = np.frombuffer(raw.ljust(WORDS_BYTES, b"\0"), np.uint8)
+    return [bytes(row).rstrip(b"\0").decode() for row in np.asarray(multihost_utils.process_allgather(padded))]
 
 
 def _begin_jax(island: IslandConfig, host: int | None, coordinator: str) -> None:
@@ -218,17 +218,17 @@ def _agree(hosts: Hosts, same: Mapping[str, str]) -> int:
     group, wrong = hosts.group, ""
     if isinstance(group, GroupLeader):
         group.send(HostMeet(hosts.incarnation, tuple(same.items())))
-        found = [_hear(group, HostVerdict).reason for _ in range(hosts.count - 1)]
-        wrong = next((reason for reason in found if reason), "")
+        reasons = [_hear(group, HostVerdict).reason for _ in range(hosts.count - 1)]
+        wrong = next((reason for reason in reasons if reason), "")
         group.send(HostVerdict(wrong))
         incarnation = hosts.incarnation
     else:
-        told = _hear(group, HostMeet)
-        for what, theirs in told.fingerprint:
+        meet = _hear(group, HostMeet)
+        for what, theirs in meet.fingerprint:
             if theirs != same.get(what):
                 wrong = f"host {hosts.host} has {what} {same.get(what)!r}, host {LEADER} has {theirs!r}"
         group.send(HostVerdict(wrong))
-        wrong, incarnation = _hear(group, HostVerdict).reason, told.island_incarnation
+        wrong, incarnation = _hear(group, HostVerdict).reason, meet.island_incarnation
     if wrong:
         group.close()
         raise ValueError(f"{wrong}: start all hosts of an island from the same config, with the same --island")
@@ -239,8 +239,8 @@ def _hear(group: GroupLeader | GroupMember, kind: type[_Said]) -> _Said:
     item = group.receive(START_S)
     if item is not None and isinstance(item.message, kind):
         return item.message
-    said = f"nothing within {START_S} s" if item is None else item.reason or f"{item.message}"
-    raise ConnectionError(f"the hosts of this island did not agree on its settings: {said}")
+    answer = f"nothing within {START_S} s" if item is None else item.reason or f"{item.message}"
+    raise ConnectionError(f"the hosts of this island did not agree on its settings: {answer}")
 
 
 def _own_address(there: str) -> str:
@@ -308,11 +308,11 @@ def _refuse_multislice() -> None:
     if not os.path.exists("/dev/accel0") and not os.path.exists("/dev/vfio"):
         return
     try:
-        told = ask_metadata("attributes/tpu-env", "IP")
+        metadata = ask_metadata("attributes/tpu-env", "IP")
     except OSError as error:
         log.info(f"no metadata of this slice: {error}")
         return
-    if named := [line for line in told.splitlines() if line.strip().startswith("MEGASCALE_")]:
+    if named := [line for line in metadata.splitlines() if line.strip().startswith("MEGASCALE_")]:
         raise ValueError(
             f"this slice was created as a part of a multislice job ({named[0].strip()}); create one slice for each "
             "island, without --node-count and MEGASCALE_ settings"

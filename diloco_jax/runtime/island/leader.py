@@ -15,7 +15,7 @@ from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragm
 from diloco_jax.runtime.island.adoptions import ArrivedValue
 from diloco_jax.runtime.island.blocks import IslandBlocks
 from diloco_jax.runtime.island.evaluation import Evaluation
-from diloco_jax.runtime.island.host import Host, SaveResult, Told
+from diloco_jax.runtime.island.host import Host, Report, SaveResult
 from diloco_jax.runtime.island.join import Hosts, die
 from diloco_jax.runtime.island.passing import Passing
 from diloco_jax.runtime.island.saved_states import SavedStates, StateName
@@ -169,10 +169,10 @@ class LeadingHost(Host):
     def tell(self, command: commands.Command) -> None:
         self._group.send(command)
 
-    def warm_up(self, told: Told = lambda words: None) -> None:
+    def warm_up(self, report: Report = lambda words: None) -> None:
         """Compile the island's programs on all hosts, and report this host's progress; any thread."""
         others = self._questions.ask(commands.HostWarmUp)
-        super().warm_up(told)
+        super().warm_up(report)
         others.payloads()
 
     def connect(self, epoch: int, number: int) -> None:

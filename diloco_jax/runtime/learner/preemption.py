@@ -23,18 +23,18 @@ def watch(source: str, stop: threading.Event) -> None:
 
 
 def _watch(source: str, stop: threading.Event) -> None:
-    told = False
+    warned = False
     while not stop.is_set():
         try:
             if ask_metadata("preempted", "HOST").strip() == "TRUE" if source == GCE else os.path.exists(source):
                 log.warning(f"preemption notice ({source}): leaving the run")
                 stop.set()
-            told = False
+            warned = False
         # urllib raises OSErrors; a malformed answer is a ValueError.
         except (OSError, ValueError) as error:
-            if not told:
+            if not warned:
                 log.warning(f"no preemption notices: {source} cannot be read ({error}); still trying")
-            told = True
+            warned = True
         stop.wait(POLL_S)
 
 

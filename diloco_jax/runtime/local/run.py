@@ -134,9 +134,16 @@ class LocalRun:
         # Each start uses another port, since the last one may not be free yet.
         coordinator = free_address() if hosts > 1 else ""
         if self._config.islands.command:
-            told = {SYNCER_ENV: address, ISLAND_ENV: name, INCARNATION_ENV: incarnation, COORDINATOR_ENV: coordinator}
-            told |= {RUN_DIR_ENV: str(self._run_dir), CONFIG_ENV: self._config_path, HOSTS_ENV: str(hosts)}
-            return Child(name, [self._start(name, [], host, told | {HOST_ENV: str(host)}) for host in range(hosts)])
+            variables = {
+                SYNCER_ENV: address,
+                ISLAND_ENV: name,
+                INCARNATION_ENV: incarnation,
+                COORDINATOR_ENV: coordinator,
+            }
+            variables |= {RUN_DIR_ENV: str(self._run_dir), CONFIG_ENV: self._config_path, HOSTS_ENV: str(hosts)}
+            return Child(
+                name, [self._start(name, [], host, variables | {HOST_ENV: str(host)}) for host in range(hosts)]
+            )
         if (spare := self._spares.take(name, address, incarnation)) is not None:
             return Child(name, [spare])
         words = ["learner", self._config_path, "--island", name, "--syncer", address, "--incarnation", incarnation]
@@ -149,10 +156,10 @@ class LocalRun:
         return self._start(name, ["learner", self._config_path, "--island", name, "--standby"])
 
     def _start(
-        self, name: str, arguments: list[str], host: int = 0, told: Mapping[str, str] = MappingProxyType({})
+        self, name: str, arguments: list[str], host: int = 0, variables: Mapping[str, str] = MappingProxyType({})
     ) -> Process:
-        """Start a process of this program, or of islands.command if `arguments` is empty; `told` is its environment."""
-        environment = {**child_environment(self._config, name, self._machine, host), **told}
+        """Start a process of this program, or of islands.command if `arguments` is empty, with further `variables`."""
+        environment = {**child_environment(self._config, name, self._machine, host), **variables}
         title = f"{name}.standby" if "--standby" in arguments else f"{name}.host-{host}" if host else name
         process = self._start_process(title, arguments, environment)
         shares_cores = self._machine.emulates and hasattr(os, "sched_setaffinity")

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diloco_jax.runtime.island.built_in import LOADING, BuiltInLoop
-from diloco_jax.runtime.island.host import Host, Told
+from diloco_jax.runtime.island.host import Host, Report
 from diloco_jax.runtime.local.machine import Machine, emulated_devices
 from diloco_jax.runtime.local.processes import Process
 from diloco_jax.runtime.records.files import HEALTH, LOGS
@@ -89,13 +89,13 @@ def shared_by_several(config: RunConfig, machine: Machine) -> list[str]:
     return [names[0] for names in kinds.values() if len(names) > 1]
 
 
-def compiled_loop(config: RunConfig, island: str, told: Told = lambda words: None) -> BuiltInLoop:
+def compiled_loop(config: RunConfig, island: str, report: Report = lambda words: None) -> BuiltInLoop:
     """Return the loop of an island with all of its programs compiled, and stored in the folder of `keep_programs`."""
-    told(LOADING)
+    report(LOADING)
     loop = BuiltInLoop(config, island)
     host = Host(resolve(config, loop.island.shapes, loop.island.kinds), loop.island, loop.warm_up, loop.evaluate)
-    host.warm_up(told)
-    told("compiling the evaluation")
+    host.warm_up(report)
+    report("compiling the evaluation")
     host.warm_up_evaluation()
     return loop
 

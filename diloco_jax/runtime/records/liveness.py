@@ -128,32 +128,32 @@ def judge(run_dir: Path, status: Mapping[str, Any], ask: Ask) -> dict[str, Any]:
     return {**status, **_trouble(run_dir, said, process, here=here), "said_s_ago": round(_age_s(said), 1)}
 
 
-def _age_s(said: Mapping[str, Any]) -> float:
-    return max(0.0, time.time() - said.get("unix_s", 0.0))
+def _age_s(signature: Mapping[str, Any]) -> float:
+    return max(0.0, time.time() - signature.get("unix_s", 0.0))
 
 
-def _trouble(run_dir: Path, said: Mapping[str, Any], process: _Seen | None, *, here: bool) -> dict[str, str]:
+def _trouble(run_dir: Path, signature: Mapping[str, Any], process: _Seen | None, *, here: bool) -> dict[str, str]:
     """Return state and remedy of a run that does not continue as its last status says."""
     again = f"`{resume_command(run_dir)}` continues from the newest snapshot"
     if not (run_dir / TAPE_FILE).exists():
         again = "a data-parallel run cannot continue: start it again"
-    elif said.get("supervisor") is None:
+    elif signature.get("supervisor") is None:
         syncer = command("syncer", run_dir / CONFIG_FILE, "--run-dir", run_dir)
         again = f"`{syncer}` continues with the running islands; "
         again += "if none runs, add --rewind, or let `diloco train` with --resume start all of them on one machine"
     if process is not None:
-        pid = said["process"][0]
+        pid = signature["process"][0]
         cause = f"process {pid} was stopped by a signal: kill -CONT {pid} lets it continue"
         if not process.stopped:
             cause = f"process {pid} exists, but writes no status: it is stuck, or its disk is"
         return {"state": SILENT, "remedy": f"{cause}; after kill -9 {pid}, {again}"}
-    if here and (supervisor := _living(said.get("supervisor"))) is not None and not supervisor.stopped:
-        number = said["supervisor"][0]
+    if here and (supervisor := _living(signature.get("supervisor"))) is not None and not supervisor.stopped:
+        number = signature["supervisor"][0]
         return {"state": AWAY, "remedy": f"`diloco train` (process {number}) starts it again by itself"}
     starts = [each for each in read_phases(run_dir) if each.name == "syncer" and each.ago_s < BEGIN_S]
     if here and starts:
         return {"state": AWAY, "remedy": f"one is starting: {starts[0].words}"}
-    where = "" if here else f"it ran on {said.get('machine', 'another machine').split()[0]}, look there too; "
+    where = "" if here else f"it ran on {signature.get('machine', 'another machine').split()[0]}, look there too; "
     return {"state": NOT_RUNNING, "remedy": where + again}
 
 
@@ -184,14 +184,14 @@ def tell_phase(run_dir: Path, name: str, words: str) -> None:
 
 def read_phases(run_dir: Path) -> list[StartPhase]:
     """Return the present phases of the starting processes of this folder, by name, without those that are long dead."""
-    found, now_s = [], time.time()
+    phases, now_s = [], time.time()
     for path in sorted((run_dir / HEALTH).glob(f"*{PHASE_SUFFIX}")):
         with contextlib.suppress(OSError):  # it is over
             words = path.read_text(encoding="utf-8", errors="replace")[:PHASE_LENGTH_MAX]
             name, ago_s = path.name.removesuffix(PHASE_SUFFIX), max(0.0, now_s - path.stat().st_mtime)
             if ago_s < BEGIN_S or _beats(path.with_name(f"{name}.alive"), now_s):
-                found.append(StartPhase(name, words, ago_s))
-    return [phase for phase in found if phase.words]
+                phases.append(StartPhase(name, words, ago_s))
+    return [phase for phase in phases if phase.words]
 
 
 def _beats(alive: Path, now_s: float) -> bool:

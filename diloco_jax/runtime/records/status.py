@@ -50,7 +50,7 @@ def compose_status(
     processes: Mapping[str, int | None],
     left_s: float | None,
     awaited: Collection[str] = (),
-    **told: Any,
+    **facts: Any,
 ) -> dict[str, Any]:
     """Return what a run with a syncer does now, for `diloco status` and all views.
 
@@ -61,7 +61,7 @@ def compose_status(
         processes: process numbers of the islands on the syncer's machine.
         left_s: seconds until the last global step; None while unknown.
         awaited: islands of a resumed run that start and have not connected since.
-        told: values that the status holds as they are: `alarms` that stand, `episodes`, `wire`, and the results of the
+        facts: values that the status holds as they are: `alarms` that stand, `episodes`, `wire`, and the results of the
             newest evaluation.
     """
     state = "running" if stats.tokens else "starting"
@@ -92,7 +92,7 @@ def compose_status(
             | {"process": None if row["state"] == "gone" else processes.get(row["learner"])}
             for row in stats.status(now_s)
         ],
-        **told,
+        **facts,
     )
 
 
@@ -103,13 +103,13 @@ def status_of(
     wall_s: float,
     waiting_for: str,
     learners: Sequence[Mapping[str, Any]],
-    **told: Any,
+    **facts: Any,
 ) -> dict[str, Any]:
     """Return a status from facts about a run, with the figures that are computed from them, signed by this process.
 
     Args:
         waiting_for: what the run waits for; islands that wait for data are added.
-        told: facts that the status holds as they are.
+        facts: facts that the status holds as they are.
     """
     return with_figures(
         "status",
@@ -120,7 +120,7 @@ def status_of(
             "waiting_for": waiting_for + starved(learners),
             "learners": list(learners),
             "said": signature(),
-            **told,
+            **facts,
         },
     )
 
@@ -135,10 +135,10 @@ def starved(learners: Sequence[Mapping[str, Any]]) -> str:
 def last_status(run_dir: Path) -> dict[str, Any]:
     """Return the status in a run's folder; {} if it cannot be read."""
     try:
-        said = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
+        status = json.loads((run_dir / STATUS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return status if isinstance(status, dict) else {}
 
 
 def clear_for_start(run_dir: Path, *, resume: bool) -> Callable[[], None]:
@@ -166,11 +166,11 @@ def clear_for_start(run_dir: Path, *, resume: bool) -> Callable[[], None]:
 
 def start_again(run_dir: Path) -> None:
     """Mark the status of a folder as that of a run that restarts, because its processes have ended."""
-    if said := last_status(run_dir):
-        told = {"state": "starting", "waiting_for": "the syncer", "learners": [], "alarms": [], "tokens_per_s": 0.0}
-        told["left_s"] = None
+    if status := last_status(run_dir):
+        present = {"state": "starting", "waiting_for": "the syncer", "learners": [], "alarms": [], "tokens_per_s": 0.0}
+        present["left_s"] = None
         with contextlib.suppress(OSError):
-            write_json(run_dir / STATUS_FILE, {**said, **told, "said": signature()})
+            write_json(run_dir / STATUS_FILE, {**status, **present, "said": signature()})
 
 
 def last_state(run_dir: Path) -> str:
@@ -193,8 +193,8 @@ def is_over(run_dir: Path) -> bool:
 
 def known_address(run_dir: Path, config: RunConfig) -> str:
     """Return the address of a run's syncer: from the folder if it is on this machine, else from the config."""
-    told = run_dir / ADDRESS_FILE
-    return told.read_text(encoding="utf-8").strip() if told.exists() else config.transport.address
+    address_file = run_dir / ADDRESS_FILE
+    return address_file.read_text(encoding="utf-8").strip() if address_file.exists() else config.transport.address
 
 
 def is_address(run: str) -> bool:

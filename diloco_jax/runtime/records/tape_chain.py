@@ -56,18 +56,18 @@ def checked(lines: Iterable[bytes], tape: str, marks: Iterable[TapeMark]) -> Ite
     waiting = sorted(marks, reverse=True)
     chain, position, known = TapeChain(), 0, 0
     for number, line in enumerate(lines, start=1):
-        told = head_in(line)
-        if told and told != chain.head:
+        stated = head_in(line)
+        if stated and stated != chain.head:
             raise ValueError(
                 f"{tape}: between its lines {known} and {number} one is missing, doubled or changed since it was "
                 "written; restore the tape from a copy"
             )
         chain.add(line)
         position += len(line) + 1
-        known = number if told else known
+        known = number if stated else known
         while waiting and waiting[-1].position <= position:
             mark = waiting.pop()
-            if mark.position != position or mark.head != (told if mark.in_line else chain.head):
+            if mark.position != position or mark.head != (stated if mark.in_line else chain.head):
                 raise ValueError(
                     f"{tape} is not the tape of {mark.what} at its byte {mark.position} (line {number}; its lines up "
                     f"to {known} agree with its snapshots): restore the tape, or move away what is not of this run"

@@ -197,7 +197,7 @@ def all_series() -> Iterator[Series]:
     yield from (series for series in shown if series is not None)
 
 
-class _Told(NamedTuple):
+class _Published(NamedTuple):
     """The newest status with what was counted until then."""
 
     status: Mapping[str, Any]
@@ -214,7 +214,7 @@ class Exposition(Collector):
         self._context = context
         self._writer = writer
         self._names = context.config.islands.names[:ISLANDS_MAX]
-        self._told: _Told | None = None
+        self._published: _Published | None = None
         self._abandoned = 0
         self._rejected: Counter[str] = Counter()
         # Nobody scrapes the times when series were created.
@@ -286,18 +286,18 @@ class Exposition(Collector):
             progress = self._context.machine.progress
             merged = {"merged_rounds": progress.merged_rounds, "merged_parts": progress.merged_parts}
             facts = RunFacts.of(self._context.stats.summary(status["wire"], now_s), status, merged)
-            self._told = _Told(status, facts, time.time(), self._abandoned, Counter(self._rejected))
+            self._published = _Published(status, facts, time.time(), self._abandoned, Counter(self._rejected))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of one scrape."""
-        if self._told is None:
+        if self._published is None:
             return
-        process = self._process_facts(self._told)
+        process = self._process_facts(self._published)
         for row in PROCESS_ROWS:
             value = row.value(process)
             values = {(key,): each for key, each in value.items()} if isinstance(value, Mapping) else {(): value}
             yield _metric(row.series, [row.series.label] * bool(row.series.label), values)
-        run = self._told.facts
+        run = self._published.facts
         for figure in table.RUN_FIGURES:
             if figure.series is not None:
                 yield _metric(figure.series, [], {(): figure.value(run)})
@@ -310,18 +310,18 @@ class Exposition(Collector):
             if each.series is not None:
                 yield _metric(each.series, ["island"], {(island.learner,): each.value(island) for island in listed})
 
-    def _process_facts(self, told: _Told) -> ProcessFacts:
+    def _process_facts(self, published: _Published) -> ProcessFacts:
         """Return the facts that the status, the settings, the disk and the writer of snapshots give at this moment."""
-        config, writer, status = self._context.config, self._writer, told.status
+        config, writer, status = self._context.config, self._writer, published.status
         disk, snapshot = shutil.disk_usage(self._context.run_dir), newest_snapshot(self._context.run_dir)
         newest, newest_s = snapshot[:2] if snapshot is not None else (None, None)
         return ProcessFacts(
-            unix_s=told.unix_s,
+            unix_s=published.unix_s,
             states={each: float(each == status["state"]) for each in STATES},
             overlap_steps=config.protocol.overlap_steps,
-            abandoned=told.abandoned,
+            abandoned=published.abandoned,
             samples=status["samples"],
-            rejected={name: told.rejected[name] for name in self._names},
+            rejected={name: published.rejected[name] for name in self._names},
             alarms={kind: sum(each["kind"] == kind for each in status["alarms"]) for kind in REMEDIES},
             unlisted=sum(each["learner"] not in self._names for each in status["learners"]),
             snapshot_every=config.protocol.snapshot_every,

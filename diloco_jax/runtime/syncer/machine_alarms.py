@@ -75,7 +75,7 @@ class MachineAlarms:
         """Return what everybody waits for in this process; "" if nothing."""
         return self._context.tape.condition or self._writer.condition
 
-    def found(self, now_s: float) -> list[Alarm]:
+    def alarms(self, now_s: float) -> list[Alarm]:
         found = [Alarm("tape", "", self._context.tape.condition)] if self._context.tape.condition else []
         if self._writer.condition:
             found.append(Alarm("snapshot", "", self._writer.condition))

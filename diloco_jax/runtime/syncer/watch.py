@@ -207,7 +207,7 @@ class Watch:
         """Look for alarms, record those that start or end, and return those that stand."""
         machine = self.context.machine
         active = [name for name, member in machine.membership.members.items() if member.state == "active"]
-        found = [*self.machine_alarms.found(now_s), *alarms_of(machine, self.context.stats, now_s)]
+        found = [*self.machine_alarms.alarms(now_s), *alarms_of(machine, self.context.stats, now_s)]
         found = [alarm for alarm in found if not (alarm.kind == "gone" and alarm.who in self._awaited)]
         found += starving({name: self._metrics[name] for name in active if name in self._metrics})
         found += [Alarm("evaluation", "", text) for text in self.eval_alarms]

@@ -151,12 +151,12 @@ class OpenTelemetryTracker:
             # The record was written just now.
             self._began_s = time.time() - ends_s
         times_s = [record[name] for name in ("opened_s", "met_s", "closed_s", "pulled_s")] + [ends_s]
-        told = {"diloco.global_step": record["global_step"], "diloco.fragment": record["fragment_id"]}
-        whole = self._tracer.start_span("round", attributes=told, start_time=self._ns(times_s[0]))
+        attributes = {"diloco.global_step": record["global_step"], "diloco.fragment": record["fragment_id"]}
+        whole = self._tracer.start_span("round", attributes=attributes, start_time=self._ns(times_s[0]))
         inside = self._within(whole)
 
-        def part(name: str, from_s: float, until_s: float, **told: str) -> None:
-            span = self._tracer.start_span(name, inside, attributes=told, start_time=self._ns(from_s))
+        def part(name: str, from_s: float, until_s: float, **attributes: str) -> None:
+            span = self._tracer.start_span(name, inside, attributes=attributes, start_time=self._ns(from_s))
             span.end(self._ns(max(from_s, until_s)))
 
         for name, (from_s, until_s) in zip(PARTS, pairwise(times_s), strict=True):

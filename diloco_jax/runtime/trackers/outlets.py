@@ -70,8 +70,8 @@ class Aside:
                 method, arguments = job
                 getattr(target, method, lambda *_: None)(*arguments)
         except (Exception, SystemExit) as error:
-            told = f"{type(error).__name__}: {error}"
-            log.warning(f"{self._name} failed in {method} and is not called any more; the run continues: {told}")
+            reason = f"{type(error).__name__}: {error}"
+            log.warning(f"{self._name} failed in {method} and is not called any more; the run continues: {reason}")
 
     def close(self, ends_s: float) -> None:
         """Let the object take the waiting calls until `ends_s` (`time.monotonic`); leave a thread that hangs."""

@@ -50,16 +50,16 @@ class BudgetHolds(Checker):
         if rewound_to >= 0 and not self.hostile:
             self._counted, self._values = deepcopy(self._kept[rewound_to]), {}
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         if self.hostile:
             # It reports its own token count; hostile.py bounds how much of it counts.
             return
         machine = self.cluster.syncer
         dropped = {effect.peer for effect in effects if isinstance(effect, Drop) and effect.global_step < 0}
-        if isinstance(given, FragmentValue) and given.learner_id not in dropped:
-            self._values.setdefault(given.global_step, {})[given.learner_id, given.incarnation] = given.tokens
-        if isinstance(given, Hello) and given.learner_id not in dropped:
-            self._counted.present[given.learner_id] = given.incarnation
+        if isinstance(message, FragmentValue) and message.learner_id not in dropped:
+            self._values.setdefault(message.global_step, {})[message.learner_id, message.incarnation] = message.tokens
+        if isinstance(message, Hello) and message.learner_id not in dropped:
+            self._counted.present[message.learner_id] = message.incarnation
         for effect in effects:
             if isinstance(effect, Note) and effect.kind == "closed":
                 self._close(effect)

@@ -60,10 +60,12 @@ class DeltasApply(Checker):
             self.check(made == message.digest, f"{process.name} reads {message}, but made was {made}")
             self._read[who] = (message.version, message.digest)
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         self._values = list(self.values)
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         for effect in effects:
             if isinstance(effect, Adopt):
                 held = process.holdings.anchors[effect.fragment_id]
@@ -97,16 +99,16 @@ class WholeWhereNeeded(Checker):
         self._values = list(self.values)
         self._bases.clear()
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         # The syncer drops reports of hostile learners.
         dropped = any(isinstance(effect, Drop) and effect.global_step < 0 for effect in effects)
-        if isinstance(given, StepReport) and not dropped:
-            newest = self._reported.setdefault(given.learner_id, given)
-            if (given.incarnation, given.local_step) > (newest.incarnation, newest.local_step):
-                self._reported[given.learner_id] = given
+        if isinstance(message, StepReport) and not dropped:
+            newest = self._reported.setdefault(message.learner_id, message)
+            if (message.incarnation, message.local_step) > (newest.incarnation, newest.local_step):
+                self._reported[message.learner_id] = message
         for effect in effects:
-            if isinstance(effect, Send) and isinstance(effect.message, Welcome) and isinstance(given, Hello):
-                self._will_hold[effect.peer] = list(zip(given.versions, given.digests, strict=True))
+            if isinstance(effect, Send) and isinstance(effect.message, Welcome) and isinstance(message, Hello):
+                self._will_hold[effect.peer] = list(zip(message.versions, message.digests, strict=True))
             elif isinstance(effect, Send) and isinstance(effect.message, GlobalFragment):
                 self._sends(effect.peer, effect.message)
         self._values = list(self.values)

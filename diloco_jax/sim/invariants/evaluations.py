@@ -28,7 +28,9 @@ class ScoresAreOfTheModel(Checker):
         self._outcomes: list[str] = []
         self._attempts = 0
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         key, count = process.key, self.config.num_fragments
         held = self._held.setdefault(key, {})
         for effect in effects:
@@ -48,7 +50,7 @@ class ScoresAreOfTheModel(Checker):
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
         self.check(process.key not in self._busy, f"{process.name} steps while it evaluates")
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         for effect in effects:
             if isinstance(effect, Note) and effect.kind == "finished":
                 self._finished, self._outcomes, self._attempts = True, [], 0

@@ -49,7 +49,7 @@ class ExclusionsHold(Checker):
         super().on_syncer_back(machine, rewound_to, now_s)
         self._in_a_row.clear()
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         if self._drawn:
             self._orders |= {effect.global_step: effect for effect in effects if isinstance(effect, Merge)}
 

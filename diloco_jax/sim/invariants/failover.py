@@ -27,7 +27,7 @@ class TapeReplays(Checker):
         # The first entry stands for the start of the run, which observers do not see.
         self._effects: list[list[Effect]] = [[]]
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         self._effects.append(effects)
 
     def end(self) -> None:
@@ -59,7 +59,7 @@ class StateRoundTrip(Checker):
         self._lines = 1
         self._died = ""
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         machine = self.cluster.syncer
         if self._shadow is not None:
             line = self.cluster.syncer_node.tape[self._lines]
@@ -135,24 +135,26 @@ class AnchorsAgree(HealthyChecker):
             if version == global_step:
                 self._agree(self.lineage, fragment_id, version, digest, "a merge")
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        if isinstance(given, Hello) and given.learner_id not in self.hostile:
-            self._offers.setdefault(given.learner_id, []).append((now_s, given.versions))
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(message, Hello) and message.learner_id not in self.hostile:
+            self._offers.setdefault(message.learner_id, []).append((now_s, message.versions))
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, GlobalFragment):
                 self._sends(effect.message)
             elif isinstance(effect, Restore):
-                assert isinstance(given, AnchorValue)
-                self._agree(self.lineage, effect.fragment_id, effect.version, given.digest, "a learner")
+                assert isinstance(message, AnchorValue)
+                self._agree(self.lineage, effect.fragment_id, effect.version, message.digest, "a learner")
             elif isinstance(effect, Note) and effect.kind == "lost":
                 self._lost(effect, now_s)
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         for effect in effects:
             if isinstance(effect, Adopt):
-                assert isinstance(given, GlobalFragment)
-                lineage = self.lineages.get(given.epoch, -1)
-                self._agree(lineage, effect.fragment_id, effect.version, given.digest, process.name)
+                assert isinstance(message, GlobalFragment)
+                lineage = self.lineages.get(message.epoch, -1)
+                self._agree(lineage, effect.fragment_id, effect.version, message.digest, process.name)
                 self._last[process.name] = (lineage, process.holdings.anchors)
 
     def _sends(self, message: GlobalFragment) -> None:

@@ -24,7 +24,7 @@ class HostileIsHarmless(Checker):
         # A weight is tokens^2 / steps, and the limit is one of weights.
         self._step_tokens_max = sqrt(self.config.tokens_per_step_factor_max) * most * cluster.scenario.sample_tokens
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         if not self.hostile:
             return
         for effect in effects:
@@ -32,7 +32,7 @@ class HostileIsHarmless(Checker):
                 fields = zip(effect.message._fields, effect.message, strict=True)
                 numbers = [value for name, value in fields if isinstance(value, int) and name != "digest"]
                 sendable = all(-CARRIED_MAX <= number <= CARRIED_MAX for number in numbers)
-                self.check(sendable, f"{given} led to what cannot be sent: {effect.message}")
+                self.check(sendable, f"{message} led to what cannot be sent: {effect.message}")
             elif isinstance(effect, Merge):
                 self._merge(effect)
             elif isinstance(effect, Note) and effect.kind == "finished":

@@ -56,7 +56,9 @@ class NeverWaits(Checker):
             waited_s = now_s - self._ended.get(key, now_s)
             self.check(waited_s == 0, f"{process.name} waited {waited_s} s between two steps")
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         if any(isinstance(effect, EvaluateModel) for effect in effects):
             self._ended.pop(process.key, None)
 
@@ -99,18 +101,20 @@ class WaitsBounded(Checker):
         self._turns = self.config.turns
         self._watches = self.config.wait_steps > 0
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         if not self._watches:
             return
         book = self._books[process.key]
-        if isinstance(given, GlobalFragment):
-            book.over = max(book.over, given.version)
-            book.known = max(book.known, given.version, given.global_step)
-        elif isinstance(given, Advance | Welcome):
-            book.over = max(book.over, given.global_step)
-            book.known = max(book.known, given.global_step)
-        elif isinstance(given, PullRequest):
-            book.known = max(book.known, given.global_step)
+        if isinstance(message, GlobalFragment):
+            book.over = max(book.over, message.version)
+            book.known = max(book.known, message.version, message.global_step)
+        elif isinstance(message, Advance | Welcome):
+            book.over = max(book.over, message.global_step)
+            book.known = max(book.known, message.global_step)
+        elif isinstance(message, PullRequest):
+            book.known = max(book.known, message.global_step)
         if any(isinstance(effect, EvaluateModel) for effect in effects):
             book.ended_s = None
 
@@ -164,10 +168,12 @@ class StepsUndisturbed(Checker):
         super().__init__(cluster)
         self._began: dict[tuple[str, int], tuple[object, ...]] = {}
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         if process.step.runs:
-            allowed = given is None or isinstance(given, self.ANSWERED)
-            self.check(allowed, f"{process.name} is given {given} while a step runs")
+            allowed = message is None or isinstance(message, self.ANSWERED)
+            self.check(allowed, f"{process.name} is given {message} while a step runs")
             for effect in effects:
                 self.check(isinstance(effect, self.DONE), f"{process.name} does {effect} while a step runs")
 
@@ -192,7 +198,9 @@ class FreshLearnersKeepQuiet(Checker):
         super().__init__(cluster)
         self._held: dict[tuple[str, int], set[int]] = defaultdict(set)
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         held = self._held[process.key]
         for effect in effects:
             if isinstance(effect, Adopt):
@@ -215,7 +223,9 @@ class CopiesBounded(Checker):
         super().__init__(cluster)
         self._staged: dict[tuple[str, int], dict[int, list[int]]] = defaultdict(dict)
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         source, staged = process.name, self._staged[process.key]
         for effect in effects:
             if isinstance(effect, Stage):

@@ -30,13 +30,15 @@ class LeasesAccount(Checker):
         # Number of samples that were used.
         self._ends: dict[Incarnation, int] = {}
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         line = json.loads(self.cluster.syncer_node.tape[self._lines])
         self._lines += 1
         self._auditor.take(line, effects)
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, Lease):
-                self.check(given is not None and effect.peer == given.learner_id, f"{effect} in answer to {given}")
+                self.check(
+                    message is not None and effect.peer == message.learner_id, f"{effect} in answer to {message}"
+                )
                 first, start, stop = effect.message
                 granted = self._granted.setdefault((line[2], line[3]), RangeMap(None))
                 granted.paint(first, first + stop - start, start - first)

@@ -15,7 +15,7 @@ class RoundsAdvance(HealthyChecker):
         super().__init__(cluster)
         self._progress_s = 0.0
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         waited_s = now_s - max(self._progress_s, self.healed_s)
         self._check_wait(waited_s)
         if any(isinstance(e, Note) and e.kind in ("closed", "finished") for e in effects):
@@ -65,12 +65,14 @@ class VersionsConverge(HealthyChecker):
         self._held: dict[tuple[str, int, int], int] = {}
         self._stepped_s: dict[tuple[str, int], float] = {}
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         for effect in effects:
             if isinstance(effect, Adopt):
                 self._held[(*process.key, effect.fragment_id)] = effect.version
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         for effect in effects:
             if isinstance(effect, Note) and effect.kind == "merged" and self.lossless:
                 if now_s < self.healed_s + self.bound_s:

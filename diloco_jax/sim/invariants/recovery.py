@@ -43,12 +43,14 @@ class RecoveryIsWhole(Checker):
         self._staged: dict[Incarnation, dict[int, Staged]] = defaultdict(dict)
         self._held: dict[Incarnation, set[int]] = defaultdict(set)
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         incarnation, name = process.key, process.name
-        if isinstance(given, Welcome):
-            self._welcomed.setdefault(incarnation, given.global_step)
-        if isinstance(given, Welcome | GlobalFragment | Advance | Stop):
-            self._heard[incarnation] = max(self._heard[incarnation], given.global_step)
+        if isinstance(message, Welcome):
+            self._welcomed.setdefault(incarnation, message.global_step)
+        if isinstance(message, Welcome | GlobalFragment | Advance | Stop):
+            self._heard[incarnation] = max(self._heard[incarnation], message.global_step)
         for effect in effects:
             if isinstance(effect, Send):
                 if isinstance(effect.message, StateRequest) and not effect.message.donor:

@@ -36,18 +36,20 @@ class VersionsGrow(Checker):
         values = self.values
         self._made |= {(self.lineage, fragment_id, version) for fragment_id, (version, _) in enumerate(values)}
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         for effect in effects:
             if isinstance(effect, Merge):
                 self._made.add((self.lineage, effect.fragment_id, effect.global_step))
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         for effect in effects:
             if isinstance(effect, Adopt):
-                same = isinstance(given, GlobalFragment) and (given.fragment_id, given.version) == effect
-                self.check(same, f"{process.name} adopts {effect}, but {given} arrived")
-                assert isinstance(given, GlobalFragment)
-                self._adopt(process, given)
+                same = isinstance(message, GlobalFragment) and (message.fragment_id, message.version) == effect
+                self.check(same, f"{process.name} adopts {effect}, but {message} arrived")
+                assert isinstance(message, GlobalFragment)
+                self._adopt(process, message)
 
     def _adopt(self, process: LearnerProcess, message: GlobalFragment) -> None:
         name, fragment_id, version = process.name, message.fragment_id, message.version
@@ -83,11 +85,11 @@ class MergedOnce(Checker):
         for name in excluded:
             self._merged.discard(self._merging.get((global_step, name), ("", 0, 0, 0)))
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        if isinstance(given, FragmentValue) and not _dropped(given, effects):
-            held = self._payloads[given.global_step]
-            self.check(given.learner_id not in held, f"a second payload is kept for {given}")
-            held[given.learner_id] = given
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(message, FragmentValue) and not _dropped(message, effects):
+            held = self._payloads[message.global_step]
+            self.check(message.learner_id not in held, f"a second payload is kept for {message}")
+            held[message.learner_id] = message
         for effect in effects:
             if isinstance(effect, Merge):
                 self._merge(effect)
@@ -154,9 +156,9 @@ class SharesAreTold(Checker):
         used = [each for each in incarnations if each[0] not in excluded]
         self._merged |= {(self.lineage, fragment_id, global_step, each) for each in used}
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        if isinstance(given, FragmentValue) and not _dropped(given, effects):
-            self._given[given.global_step, given.learner_id] = (given.learner_id, given.incarnation)
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(message, FragmentValue) and not _dropped(message, effects):
+            self._given[message.global_step, message.learner_id] = (message.learner_id, message.incarnation)
         for effect in effects:
             if isinstance(effect, Merge):
                 names = tuple(each.learner_id for each in effect.contributions)
@@ -165,9 +167,11 @@ class SharesAreTold(Checker):
                 version = self.cluster.syncer.versions[effect.fragment_id]
                 self._goes_on.add((self.lineage, effect.fragment_id, version))
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
-        if isinstance(given, GlobalFragment) and any(isinstance(effect, Adopt) for effect in effects):
-            self._adopt(process.key, given)
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
+        if isinstance(message, GlobalFragment) and any(isinstance(effect, Adopt) for effect in effects):
+            self._adopt(process.key, message)
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, FragmentValue):
                 self._sent.add((process.key, effect.message.fragment_id, effect.message.global_step))
@@ -194,10 +198,10 @@ class QuorumHolds(Checker):
         self._counted: dict[str, tuple[int, int]] = {}
         self._closed: dict[int, tuple[str, ...]] = {}
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        if isinstance(given, StepReport):
-            newest = (given.incarnation, given.local_step)
-            self._reported[given.learner_id] = max(newest, self._reported.get(given.learner_id, newest))
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(message, StepReport):
+            newest = (message.incarnation, message.local_step)
+            self._reported[message.learner_id] = max(newest, self._reported.get(message.learner_id, newest))
         for effect in effects:
             if isinstance(effect, Note) and effect.kind == "closed":
                 self._close(effect)
@@ -232,7 +236,7 @@ class ClosesForAReason(Checker):
         r"|(?P<fresh>\d+) of (?P<live>\d+) live learners reported, (grace window|least wait) over)(, without .*)?"
     )
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         for effect in effects:
             if isinstance(effect, Note) and effect.kind == "closed":
                 found = self.REASONS.fullmatch(effect.reason)
@@ -262,7 +266,7 @@ class RoundsBounded(Checker):
         if rewound_to >= 0:
             self._cut_short.clear()
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         for effect in effects:
             if not isinstance(effect, Note):
                 continue
@@ -303,12 +307,12 @@ class OwedAreAskedLess(Checker):
         self._waiting.clear()
         self._answers.clear()
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        if isinstance(given, FragmentValue) and given.global_step in self._waiting[given.learner_id]:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        if isinstance(message, FragmentValue) and message.global_step in self._waiting[message.learner_id]:
             # A wrong value is an answer too.
-            self._answers[given.learner_id].setdefault(given.global_step, given.local_step)
-        if isinstance(given, FragmentValue | StepReport):
-            self._count(given.learner_id)
+            self._answers[message.learner_id].setdefault(message.global_step, message.local_step)
+        if isinstance(message, FragmentValue | StepReport):
+            self._count(message.learner_id)
         for effect in effects:
             if isinstance(effect, Note) and effect.kind in ("left", "disconnected", "silent", "joined"):
                 # Nobody waits for this learner any more, and a new incarnation owes nothing.
@@ -371,10 +375,10 @@ class QuarantineHolds(Checker):
         self._excluded[global_step] = excluded
         self._ending = global_step
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
-        sender = (given.learner_id, given.incarnation) if given is not None else None
-        if isinstance(given, FragmentValue) and self._connected.get(given.learner_id) == given.incarnation:
-            self._values.setdefault((given.learner_id, given.global_step), given.incarnation)
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        sender = (message.learner_id, message.incarnation) if message is not None else None
+        if isinstance(message, FragmentValue) and self._connected.get(message.learner_id) == message.incarnation:
+            self._values.setdefault((message.learner_id, message.global_step), message.incarnation)
         ending, self._ending = self._ending, None
         if sender in self._expelled:
             self.check(all(map(_rejects, effects)), f"a message of {sender}, who was expelled, led to {effects}")

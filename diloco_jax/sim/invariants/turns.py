@@ -42,7 +42,7 @@ class TurnsAreKept(Checker):
         phase = max(i for i, (first_step, _) in enumerate(self._phases) if first_step <= global_step)
         return phase, self._phases[phase][1]
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         for effect in effects:
             if isinstance(effect, Note) and effect.kind == "closed":
                 self._close(effect.global_step, effect.fragment_id)
@@ -62,7 +62,9 @@ class TurnsAreKept(Checker):
             self.check(not late, f"fragment {p} had no turn in {period} steps before round {global_step}")
         self._closed = max(self._closed, global_step)
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         asked = {e.message.fragment_id for e in effects if isinstance(e, Send) and isinstance(e.message, FragmentValue)}
         for effect in effects:
             if isinstance(effect, Stage) and effect.fragment_id not in asked:

@@ -65,10 +65,12 @@ class Timeline(Observer):
     def on_fault(self, fault: Fault, now_s: float) -> None:
         self.lines.append(f"{now_s:9.3f}  fault     {fault}")
 
-    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         self._tell(SYNCER, effects, now_s)
 
-    def on_learner(self, process: LearnerProcess, given: SyncerMessage | None, effects: Effects, now_s: float) -> None:
+    def on_learner(
+        self, process: LearnerProcess, message: SyncerMessage | None, effects: Effects, now_s: float
+    ) -> None:
         self._tell(process.name, effects, now_s)
 
     def _tell(self, who: str, effects: Effects, now_s: float) -> None:

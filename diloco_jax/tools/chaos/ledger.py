@@ -257,25 +257,26 @@ def longest_waits(run_dir: Path, recoveries: Sequence[Recovery]) -> dict[str, fl
 
 def table(result: Mapping[str, Any]) -> str:
     """Format the verdict as text."""
-    told = _told(result)
+    shown = _formatted(result)
     lines = [f"{'kind':<12} {'faults':>6} {'recovered':>10} {'median s':>9} {'max s':>8}"]
-    for kind, row in told["by_kind"].items():
+    for kind, row in shown["by_kind"].items():
         recovered, times = f"{row['recovered']:>5} of {row['recoveries']:<2}", row["recovery_s"]
         lines.append(f"{kind:<12} {row['faults']:>6} {recovered} {times['median']:>8} {times['max']:>8}")
     shares = ", ".join(f"{name} {share:.2f}" for name, share in result["participation"].items())
     samples = ", ".join(f"{key} {value}" for key, value in result["samples"].items())
-    gap, rejoin, wait = told["survivor_gap_s"], told["rejoin_s"], told["step_wait_s"]
+    gap, rejoin, wait = shown["survivor_gap_s"], shown["rejoin_s"], shown["step_wait_s"]
     lines += [
         "",
-        f"faults                {told['faults']}, {told['recovered']} of {told['recoveries']} recovered",
-        f"goodput, uptime       {told['goodput']}, {told['uptime']}",
+        f"faults                {shown['faults']}, {shown['recovered']} of {shown['recoveries']} recovered",
+        f"goodput, uptime       {shown['goodput']}, {shown['uptime']}",
         f"after a kill, gap between merged rounds    median {gap['median']} s, max {gap['max']} s",
         f"killed island merged again after           median {rejoin['median']} s, max {rejoin['max']} s",
-        f"longest pause of rounds, syncer well       {told['longest_pause_s']} s",
+        f"longest pause of rounds, syncer well       {shown['longest_pause_s']} s",
         f"longest time between two steps of an island median {wait['median']} s, max {wait['max']} s",
         f"participation         {shares or 'unknown'}",
         f"samples               {samples or 'unknown'}",
-        f"evaluation loss       {told['eval_loss']} after {told['global_steps']} global steps, {told['rounds']} rounds",
+        f"evaluation loss       {shown['eval_loss']} after {shown['global_steps']} global steps, "
+        f"{shown['rounds']} rounds",
     ]
     if result["skipped"]:
         lines.append(f"{result['skipped']} more faults did not fit: raise train.steps, or lower --faults")
@@ -283,8 +284,8 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _told(value: Any) -> Any:
+def _formatted(value: Any) -> Any:
     """Format numbers for people; an unknown number becomes a dash."""
     if isinstance(value, dict):
-        return {key: _told(one) for key, one in value.items()}
+        return {key: _formatted(one) for key, one in value.items()}
     return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else value

@@ -134,11 +134,11 @@ def check_disk(need_bytes: int | None, run_dir: Path) -> Check:
 
 def check_environment(environment: Mapping[str, str], *, emulated: bool) -> Check:
     """Check that no variable of a multislice job is set, because these would join islands into one JAX job."""
-    found = sorted(name for name in environment if name.startswith("MEGASCALE_"))
-    if not found:
+    names = sorted(name for name in environment if name.startswith("MEGASCALE_"))
+    if not names:
         return Check("environment", "ok", "no MEGASCALE_* variable")
     fix = "unset them, and start each island as a separate slice: an island is never part of a multislice job"
-    return Check("environment", "warn" if emulated else "fail", f"{', '.join(found)} set", fix)
+    return Check("environment", "warn" if emulated else "fail", f"{', '.join(names)} set", fix)
 
 
 def check_accelerators(config: RunConfig | None, environment: Mapping[str, str], root: Path = Path("/")) -> Check:
@@ -150,21 +150,21 @@ def check_accelerators(config: RunConfig | None, environment: Mapping[str, str],
         root: folder with the system's `dev`, `proc` and `sys`.
     """
     chosen = {name: value for name, value in environment.items() if name != "JAX_PLATFORMS"}
-    found = machine.look(chosen, root)
-    names = _gpu_names(found.gpus, root) + _chip_names(found.tpu_chips, root)
+    devices = machine.look(chosen, root)
+    names = _gpu_names(devices.gpus, root) + _chip_names(devices.tpu_chips, root)
     listed = ", ".join(f"{count} {name}" for name, count in Counter(names).items())
-    told = listed or ("of a kind that only JAX can name" if found.unknown else "no GPU or TPU here")
+    text = listed or ("of a kind that only JAX can name" if devices.unknown else "no GPU or TPU here")
     if config is not None:
         try:
-            shares = machine.check(config, found)
+            shares = machine.check(config, devices)
         except ValueError as error:
             return of_error("accelerators", error)
-        told = f"{listed}: {shares}" if listed else shares
-    if found.unused:
-        reason, _, fix = found.unused.partition(": ")
-        return Check("accelerators", "warn", reason if config is None else told, fix)
+        text = f"{listed}: {shares}" if listed else shares
+    if devices.unused:
+        reason, _, fix = devices.unused.partition(": ")
+        return Check("accelerators", "warn", reason if config is None else text, fix)
     cores = count_of(os.cpu_count() or 1, "processor")
-    return Check("accelerators", "ok", told if listed or found.unknown else f"{told}; {cores}")
+    return Check("accelerators", "ok", text if listed or devices.unknown else f"{text}; {cores}")
 
 
 def _gpu_names(gpus: Sequence[str], root: Path) -> list[str]:
@@ -193,16 +193,16 @@ def islands_memory(config: RunConfig) -> float:
 
 def check_chips(expected: Topology | None, pci: Path = PCI) -> Check:
     """Compare this machine's TPU chips with islands.topology; they are counted on the PCI bus without opening them."""
-    found = [name for device in pci.glob("*") if (name := chip_of(device))]
-    kinds = ", ".join(sorted(set(found)))
-    seen = f"{len(found)} TPU chips on this machine ({kinds})" if found else "no TPU chip on this machine"
+    chips = [name for device in pci.glob("*") if (name := chip_of(device))]
+    kinds = ", ".join(sorted(set(chips)))
+    seen = f"{len(chips)} TPU chips on this machine ({kinds})" if chips else "no TPU chip on this machine"
     if expected is None:
         return Check("devices", "ok", f"{seen}; islands.topology is not set, so there is nothing to compare")
     want = f"{expected} has {expected.chips_per_host} {expected.name} per host"
-    if len(found) == expected.chips_per_host and set(found) == {expected.name}:
+    if len(chips) == expected.chips_per_host and set(chips) == {expected.name}:
         return Check("devices", "ok", f"{seen}; {want}")
     fix = "correct islands.topology, or run on a machine of that slice"
-    if not found:
+    if not chips:
         fix += "; in a container the chips must be passed through"
     return Check("devices", "fail", f"{seen}, but {want}", fix)
 
@@ -256,14 +256,14 @@ def part_of(config: RunConfig, island: str = "") -> ProcessPart:
     """Return the part of an island's process, by default the syncer's; ValueError if the model cannot be loaded."""
     if config.model.own:
         return ProcessPart(None, {}, None, None, None)
-    found = outline(config, IslandKind(config.island(island), (island,)))
-    settings = dict(found.run.fingerprint(_corpus(config)))
+    planned = outline(config, IslandKind(config.island(island), (island,)))
+    settings = dict(planned.run.fingerprint(_corpus(config)))
     # Only the syncer runs the user's outer optimizer and evaluation.
     if not island:
-        make_setup(found.run)
+        make_setup(planned.run)
         Scorer(config.evaluation)
-    own = (found.needs.host, found.needs.disk_bytes) if island else syncer_needs(found.run)
-    return ProcessPart(num_parameters(found.blueprint), settings, found.links, sum(own[0]), own[1])
+    own = (planned.needs.host, planned.needs.disk_bytes) if island else syncer_needs(planned.run)
+    return ProcessPart(num_parameters(planned.blueprint), settings, planned.links, sum(own[0]), own[1])
 
 
 def _corpus(config: RunConfig) -> str:

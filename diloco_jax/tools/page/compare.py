@@ -19,10 +19,14 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
         feed = RunFeed(folder)
         while feed.look():
             pass
-        told = feed.whole()
-        row = {"run": str(folder), "state": told["status"]["state"], "alarms": len(told["alarms"]) + len(told["ended"])}
-        rows.append({**row, **{each["name"]: each["value"] for each in told["compared"]}})
-        settings.append(told["settings"])
+        facts = feed.whole()
+        row = {
+            "run": str(folder),
+            "state": facts["status"]["state"],
+            "alarms": len(facts["alarms"]) + len(facts["ended"]),
+        }
+        rows.append({**row, **{each["name"]: each["value"] for each in facts["compared"]}})
+        settings.append(facts["settings"])
     names = dict.fromkeys(name for each in settings for name in each)
     values = {name: [each.get(name) for each in settings] for name in names}
     differ = {name: each for name, each in values.items() if any(value != each[0] for value in each)}

@@ -106,7 +106,7 @@ class RunFeed:
         self._rounds = RoundTimes()
         self._events: deque[dict[str, Any]] = deque(maxlen=self._events_kept)
         # Number of events so far.
-        self._told, self._finished = 0, False
+        self._event_count, self._finished = 0, False
         # Newest incarnation of each island, as the records write it.
         self._incarnations: dict[str, str] = {}
         # End of the curves that were sent last.
@@ -174,8 +174,8 @@ class RunFeed:
             kind, who = "started", ["syncer"]
         if kind == "alarm" and record.get("state") == "ends":
             kind = "alarm ended"
-        self._told += 1
-        event = {"n": self._told, "t": record["t"], "kind": kind, "who": who, "reason": reason}
+        self._event_count += 1
+        event = {"n": self._event_count, "t": record["t"], "kind": kind, "who": who, "reason": reason}
         # All islands leave a run that is finished, which is not worth an event.
         if not self._finished:
             self._events.append(event)
@@ -202,12 +202,12 @@ class RunFeed:
 
     def news(self) -> dict[str, Any]:
         """Return the changes since the last news."""
-        told = {**self._now(), "rounds": self._rounds.news(), "events": self._new_events}
+        news = {**self._now(), "rounds": self._rounds.news(), "events": self._new_events}
         self._new_events, self.fresh = [], self.fresh and self._behind
         if self._looks % CURVES_EVERY == 0 and self.story.end_s != self._drawn_s:
             self._drawn_s = self.story.end_s
-            told |= {"curves": self._curves(), "logs": self.logs()}
-        return finite(told)
+            news |= {"curves": self._curves(), "logs": self.logs()}
+        return finite(news)
 
     def _curves(self) -> dict[str, Any]:
         return {**self.story.curves(POINTS_SENT), "trained": self._times.trained(METRIC_POINTS)}
@@ -220,10 +220,10 @@ class RunFeed:
         rate, lately = None, [each for each in story.wire if each[0] >= story.end_s - 60]
         if lately and (span_s := lately[-1][0] - lately[0][0]) > 0:
             rate = {f"{way}_per_s": (lately[-1][n] - lately[0][n]) / span_s for n, way in ((1, "up"), (2, "down"))}
-        told, ended = alarms_now(status, self._summary), alarms_ended(status, self._summary)
+        alarms, ended = alarms_now(status, self._summary), alarms_ended(status, self._summary)
         times = self._times.as_dict(self._summary.get("wall_s"), self._summary.get("goodput"))
-        now = {"status": status, "summary": summary, "alarms": told, "ended": ended, "times": times}
-        now["verdict"] = verdict(status, summary, (len(told), len(ended)), times["goodput"])
+        now = {"status": status, "summary": summary, "alarms": alarms, "ended": ended, "times": times}
+        now["verdict"] = verdict(status, summary, (len(alarms), len(ended)), times["goodput"])
         now |= self._figures(now, live=not still and status.get("state") in LIVE)
         return {**now, "end_s": story.end_s, "read": round(read, 3), "rate": rate, "sample": self._sample}
 

@@ -35,12 +35,12 @@ def write_report(folder: Path, baseline: Path | None = None) -> Path:
     Raises:
         ValueError: the run has no step yet.
     """
-    told = [_read(each) for each in (folder, baseline) if each is not None]
+    runs = [_read(each) for each in (folder, baseline) if each is not None]
     if baseline is not None:
-        loss, other = (run["summary"].get("eval_loss") for run in told)
-        told[0]["verdict"] += against(loss, other, told[1]["name"])
+        loss, other = (run["summary"].get("eval_loss") for run in runs)
+        runs[0]["verdict"] += against(loss, other, runs[1]["name"])
     target = folder / REPORT_FILE
-    replace_text(target, compose_page({"runs": told})[0])
+    replace_text(target, compose_page({"runs": runs})[0])
     return target
 
 

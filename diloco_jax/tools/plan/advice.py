@@ -61,7 +61,7 @@ def advise(case: Case) -> list[Advice]:
 
 def stripes_for(case: Case) -> int:
     """Choose the number of connections: the config's if it carries rounds and recoveries, else enough for the link."""
-    now, share = case.config.transport.stripes, case.given.link_gbit_per_s / case.per_site
+    now, share = case.config.transport.stripes, case.assumed.link_gbit_per_s / case.per_site
     fill = min(STRIPES_MAX, max(1, math.ceil(share / case.stripe_gbit_per_s)))
     back = recovery(case)
     own, most = (_choice(case, count) for count in (now, max(now, fill)))
@@ -189,7 +189,7 @@ def _why_tau(case: Case, choice: ScheduleChoice) -> str:
     rounds, age_s = choice.rounds, choice.rounds.age_s(choice.rate)
     why = (
         f"over this link a version arrives {age_s:.3g} s after the copies that it merges (half a step for reports, "
-        f"{1.5 * case.given.round_trip_ms:.3g} ms for 1.5 round trips, {rounds.merge_s:.2g} s to merge, "
+        f"{1.5 * case.assumed.round_trip_ms:.3g} ms for 1.5 round trips, {rounds.merge_s:.2g} s to merge, "
         f"{_travel_s(choice):.2g} s up and down, {rounds.arrive_s:.2g} s to read on islands), which is "
         f"{age_s / case.step_s:.2g} steps of {case.step_s:.3g} s; at least {OVERLAP_MIN} leave room for the grace "
         "window"
@@ -241,12 +241,12 @@ def _travel_s(choice: ScheduleChoice) -> float:
 
 
 def _stripes(case: Case, stripes: int) -> Advice:
-    now, given, each = case.config.transport.stripes, case.given, case.stripe_gbit_per_s
-    share = given.link_gbit_per_s / case.per_site
-    if not given.round_trip_ms:
+    now, assumed, each = case.config.transport.stripes, case.assumed, case.stripe_gbit_per_s
+    share = assumed.link_gbit_per_s / case.per_site
+    if not assumed.round_trip_ms:
         return _entry("transport.stripes", stripes, now, "without a round trip one connection fills the link")
     why = (
-        f"a window of {given.tcp_window_mb:.3g} MB per {given.round_trip_ms:.3g} ms lets one connection move about "
+        f"a window of {assumed.tcp_window_mb:.3g} MB per {assumed.round_trip_ms:.3g} ms lets one connection move about "
         f"{each:.3g} Gbit/s (two thirds of the window, measured), and each island has {share:.3g} Gbit/s"
     )
     if stripes * each < share and stripes == STRIPES_MAX:

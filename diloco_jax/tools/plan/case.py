@@ -45,7 +45,7 @@ class Case:
 
     # As it was written; advice varies it.
     config: RunConfig
-    given: Assumptions
+    assumed: Assumptions
     # Kinds of islands, in the order of their first members.
     kinds: tuple[TimedKind, ...]
     # `config`, resolved.
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def sites(self) -> int:
-        return self.given.sites or self.learners
+        return self.assumed.sites or self.learners
 
     @property
     def per_site(self) -> int:
@@ -67,12 +67,12 @@ class Case:
 
     @property
     def chips(self) -> int:
-        return self.given.chips or sum(each.outline.chips for each in self.kinds)
+        return self.assumed.chips or sum(each.outline.chips for each in self.kinds)
 
     @property
     def unit(self) -> str:
         """Return what `chips` counts, in words: the config of a machine without TPU names only devices."""
-        named = self.given.chips or any(each.outline.kind.topology for each in self.kinds)
+        named = self.assumed.chips or any(each.outline.kind.topology for each in self.kinds)
         return "chips" if named else "devices"
 
     @property
@@ -97,8 +97,8 @@ class Case:
     @property
     def stripe_gbit_per_s(self) -> float:
         """Return the rate of one connection: most of a window per round trip."""
-        round_trip_s = self.given.round_trip_ms * 1e-3
-        return WINDOW_SHARE * self.given.tcp_window_mb * 8e-3 / round_trip_s if round_trip_s else math.inf
+        round_trip_s = self.assumed.round_trip_ms * 1e-3
+        return WINDOW_SHARE * self.assumed.tcp_window_mb * 8e-3 / round_trip_s if round_trip_s else math.inf
 
     def usable_gbit_per_s(self, stripes: int | None = None) -> float:
         """Return a learner's payload rate over its share of the link, with `stripes` or the config's connections.
@@ -106,23 +106,23 @@ class Case:
         It is at most its part of what the syncer's process moves when all learners send at once, in one direction.
         """
         stripes = stripes or self.config.transport.stripes
-        link = min(self.given.link_gbit_per_s / self.per_site * PAYLOAD_SHARE, stripes * self.stripe_gbit_per_s)
-        return min(link, 2 * self.given.syncer_gb_per_s * BITS / self.learners)
+        link = min(self.assumed.link_gbit_per_s / self.per_site * PAYLOAD_SHARE, stripes * self.stripe_gbit_per_s)
+        return min(link, 2 * self.assumed.syncer_gb_per_s * BITS / self.learners)
 
     @property
     def syncer_busy(self) -> float:
         """Return the mean traffic of all rounds over what the syncer's process can carry."""
-        return self.learners * self.rounds().planned_gbit_per_s / BITS / self.given.syncer_gb_per_s
+        return self.learners * self.rounds().planned_gbit_per_s / BITS / self.assumed.syncer_gb_per_s
 
     def rounds(self, up: Format | None = None, down: Format | None = None) -> Rounds:
         """Describe one learner's rounds, in the given formats or the config's."""
-        given = self.given
+        assumed = self.assumed
         largest = max(fragment.num_elements for fragment in self.run.fragments)
-        threads = self.config.syncer.merge_threads or given.syncer_cores
+        threads = self.config.syncer.merge_threads or assumed.syncer_cores
         return link_needs(self.run, up, down).rounds(
             self.step_s,
-            1e-3 * given.round_trip_ms,
-            given.merge_ns * 1e-9 * largest * self.learners / min(threads, given.syncer_cores),
+            1e-3 * assumed.round_trip_ms,
+            assumed.merge_ns * 1e-9 * largest * self.learners / min(threads, assumed.syncer_cores),
             self.arrive_s,
         )
 
@@ -147,26 +147,26 @@ class Case:
 
         A host sends to others as much as it gets from them, in the same time.
         """
-        given, outline = self.given, kind.outline
+        assumed, outline = self.assumed, kind.outline
         held = held_elements(outline.blueprint, fragment, outline.kind.island.hosts)
-        read_s = held.on_host * (given.arrival_ns / THREADS_MAX + given.place_ns) * 1e-9
-        return read_s + held.passed * width * given.island_s_per_gb * 1e-9
+        read_s = held.on_host * (assumed.arrival_ns / THREADS_MAX + assumed.place_ns) * 1e-9
+        return read_s + held.passed * width * assumed.island_s_per_gb * 1e-9
 
 
-def case_of(config: RunConfig, given: Assumptions) -> Case:
+def case_of(config: RunConfig, assumed: Assumptions) -> Case:
     """Outline a config's islands; ValueError if it has none, or if model, sites or mesh do not fit."""
     if config.algorithm != "decoupled":
         raise ValueError(
             f"algorithm is {config.algorithm!r}, which sends nothing between islands; plan a decoupled run, with data "
             "parallel beside it: --algorithm decoupled"
         )
-    if given.sites > config.islands.count:
+    if assumed.sites > config.islands.count:
         raise ValueError(
-            f"--sites is {given.sites}, but there are only {config.islands.count} islands; use 2 to "
+            f"--sites is {assumed.sites}, but there are only {config.islands.count} islands; use 2 to "
             f"{config.islands.count}, or raise islands.count"
         )
-    kinds = tuple(_timed(config, each, given) for each in outlines(config))
-    return Case(config, given, kinds, kinds[0].outline.run)
+    kinds = tuple(_timed(config, each, assumed) for each in outlines(config))
+    return Case(config, assumed, kinds, kinds[0].outline.run)
 
 
 def changed(case: Case, **sections: Mapping[str, Any]) -> Case:
@@ -180,13 +180,13 @@ def changed(case: Case, **sections: Mapping[str, Any]) -> Case:
     return replace(case, config=config, run=run)
 
 
-def _timed(config: RunConfig, each: IslandOutline, given: Assumptions) -> TimedKind:
-    if given.step_s:
-        return TimedKind(each, given.step_s, "given")
+def _timed(config: RunConfig, each: IslandOutline, assumed: Assumptions) -> TimedKind:
+    if assumed.step_s:
+        return TimedKind(each, assumed.step_s, "given")
     topology, seq_len = each.kind.topology, config.train.seq_len
     if not topology:
         return TimedKind(each, ASSUMED_STEP_S, "assumed, as no chips are named; say --step-s")
     shapes, batch = each.blueprint.shapes, each.kind.island.batch_size
     flops = model_flops(config.model, shapes, batch, seq_len, config.data.soft_tokens).flops
-    how = f"model FLOPs at {given.mfu:.0%} of the peak of {topology}"
-    return TimedKind(each, flops / (topology.peak_flops * given.mfu), how)
+    how = f"model FLOPs at {assumed.mfu:.0%} of the peak of {topology}"
+    return TimedKind(each, flops / (topology.peak_flops * assumed.mfu), how)

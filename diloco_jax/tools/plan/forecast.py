@@ -77,10 +77,10 @@ def rate_rows(case: Case) -> list[dict[str, Any]]:
 
 def latency_rows(case: Case) -> list[dict[str, Any]]:
     """Return the steps of overlap that each round trip needs, over the given link and over an infinitely fast one."""
-    own = case.given.round_trip_ms
+    own = case.assumed.round_trip_ms
     rows = []
     for round_trip_ms in sorted({*ROUND_TRIPS_MS, own}):
-        there = replace(case, given=replace(case.given, round_trip_ms=round_trip_ms))
+        there = replace(case, assumed=replace(case.assumed, round_trip_ms=round_trip_ms))
         rounds, rate = there.rounds(), there.usable_gbit_per_s()
         rows.append(
             {
@@ -96,10 +96,10 @@ def latency_rows(case: Case) -> list[dict[str, Any]]:
 
 def link_state(case: Case) -> dict[str, Any]:
     """Return rates, round time and utilisation over the given link, for the config and for data parallel."""
-    config, given = case.config, case.given
+    config, assumed = case.config, case.assumed
     rounds, rate = case.rounds(), case.usable_gbit_per_s()
     return {
-        "gbit_per_s": given.link_gbit_per_s,
+        "gbit_per_s": assumed.link_gbit_per_s,
         "learners_per_site": case.per_site,
         "payload_gbit_per_s_per_learner": rate,
         "planned_gbit_per_s_per_learner": rounds.planned_gbit_per_s,
@@ -115,7 +115,7 @@ def link_state(case: Case) -> dict[str, Any]:
         "adopt_s": GAP_STEPS * case.step_s if config.protocol.overlap_steps else 0.0,
         "wait": wait(case, rounds, rate),
         "data_parallel_utilisation": data_parallel_utilisation(
-            2 * case.parameters, case.step_s, case.sites, given.link_gbit_per_s * PAYLOAD_SHARE
+            2 * case.parameters, case.step_s, case.sites, assumed.link_gbit_per_s * PAYLOAD_SHARE
         ),
     }
 
@@ -138,10 +138,10 @@ def wait(case: Case, rounds: Rounds, rate: float) -> dict[str, float]:
 
 def syncer_load(case: Case) -> dict[str, Any]:
     """Return processor time and traffic of the syncer, and the share of what its process can carry."""
-    given, rounds = case.given, case.rounds()
+    assumed, rounds = case.assumed, case.rounds()
     rounds_per_s = rounds.num_fragments / rounds.sync_every / case.step_s
     up_mean = rounds.up_total_bytes / rounds.num_fragments
-    cpu_s = given.syncer_ms_per_mb * 1e-3 * case.learners * up_mean / 1e6
+    cpu_s = assumed.syncer_ms_per_mb * 1e-3 * case.learners * up_mean / 1e6
     return {
         "cpu_s_per_round": cpu_s,
         "rounds_per_s": rounds_per_s,
@@ -155,7 +155,7 @@ def syncer_load(case: Case) -> dict[str, Any]:
 def _state_rate(case: Case, rate: float, state_bytes: float) -> float:
     """Return the bytes of a state per second, from its request to its arrival, over links of `rate` bytes/s."""
     donor = max(rate - GBIT * case.rounds().planned_gbit_per_s, rate / 2)
-    trips_s = 2 * case.given.round_trip_ms * 1e-3
+    trips_s = 2 * case.assumed.round_trip_ms * 1e-3
     few_bytes = PARTS_IN_FLIGHT_MIN * STATE_PART_BYTES
     if state_bytes > few_bytes and few_bytes * (1 / rate + 1 / donor) + trips_s > PART_S:
         return donor / STATE_TURNS
@@ -169,7 +169,7 @@ def recovery(case: Case) -> dict[str, Any]:
     beside the state. A part of the state makes two round trips, from its request to its arrival through the syncer, and
     the parts on their way are limited: on a narrow link to so few that the two links take turns.
     """
-    given = case.given
+    assumed = case.assumed
     rate = GBIT * case.usable_gbit_per_s()
     layout = case.blueprint.state_layout
     moving = MovingLayout(layout, case.config.wire.states)
@@ -181,14 +181,14 @@ def recovery(case: Case) -> dict[str, Any]:
     spread_bytes = max(
         (count - 1) * moments_on_host(each.blueprint, count) for count, each in zip(hosts, outlines, strict=True)
     )
-    spread_s = spread_bytes * given.island_s_per_gb * 1e-9
+    spread_s = spread_bytes * assumed.island_s_per_gb * 1e-9
     protocol = case.config.protocol
     limit_s = protocol.transfer_steps_max * case.step_s
     arrives = state_s <= limit_s
     waits_s = state_s + spread_s if arrives else protocol.recovery_attempts * limit_s
     from_peer = protocol.recover_from_peers and case.learners > 1
     return {
-        "restart_s": given.restart_s,
+        "restart_s": assumed.restart_s,
         "global_model_bytes": model_bytes,
         "global_model_s": model_s,
         "state_bytes": state_bytes if from_peer else 0,
@@ -197,7 +197,7 @@ def recovery(case: Case) -> dict[str, Any]:
         "state_limit_s": limit_s,
         "state_arrives": from_peer and arrives,
         "attempts": protocol.recovery_attempts,
-        "seconds": given.restart_s + model_s + (waits_s if from_peer else 0.0),
+        "seconds": assumed.restart_s + model_s + (waits_s if from_peer else 0.0),
     }
 
 
@@ -210,21 +210,21 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
     Raises:
       ValueError: there are fewer slices than learners, or fewer chips than slices.
     """
-    given, learners = case.given, case.learners
-    slices = given.slices or learners
+    assumed, learners = case.assumed, case.learners
+    slices = assumed.slices or learners
     if slices < learners:
         raise ValueError(f"--slices is {slices}, but each of {learners} islands has at least one; raise it")
     if case.chips < slices:
         raise ValueError(
             f"{case.chips} chips cannot be cut into {slices} slices; raise --chips, or lower --slices or islands.count"
         )
-    between_s = given.mtbi_years * YEAR_S / case.chips
+    between_s = assumed.mtbi_years * YEAR_S / case.chips
     observed_s = max(FAILURES * between_s, STEPS_MIN * case.step_s)
     lockstep = case.config.protocol.lockstep
     # If failures are far apart, longer simulated steps give the same result. A synchronous run keeps its true step,
     # because its rounds have a fixed number of steps.
     step_s = case.step_s if lockstep else max(case.step_s, learners * between_s / STEPS_PER_FAILURE)
-    hardware = Hardware(step_s=step_s, slices=slices, mtbi_chip_s=given.mtbi_years * YEAR_S)
+    hardware = Hardware(step_s=step_s, slices=slices, mtbi_chip_s=assumed.mtbi_years * YEAR_S)
     # A learner that loses its only slice restarts.
     if slices == learners:
         hardware = replace(hardware, down_s=0.0, up_s=min(away_s, observed_s))
@@ -236,7 +236,9 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
     protocol = ProtocolConfig(sync_every=every, num_fragments=1)
     method = "sync" if lockstep else "decoupled"
     own = expected(Cell(hardware, method, learners, case.chips, hours, SEED, wan, protocol))
-    alone = replace(hardware, step_s=max(case.step_s, between_s / STEPS_PER_FAILURE), down_s=0.0, up_s=given.restart_s)
+    alone = replace(
+        hardware, step_s=max(case.step_s, between_s / STEPS_PER_FAILURE), down_s=0.0, up_s=assumed.restart_s
+    )
     rigid = expected(Cell(alone, "rigid", 1, case.chips, observed_s / 3600, SEED))
     return {
         "slices": slices,
@@ -250,17 +252,17 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
 
 def cost(case: Case, goodput: float) -> dict[str, Any]:
     """Return the traffic per day, and the costs per day of everything that has a price."""
-    given, steps = case.given, DAY_S / case.step_s
+    assumed, steps = case.assumed, DAY_S / case.step_s
     rounds = case.rounds()
     moved = case.learners * (rounds.up_total_bytes + rounds.down_total_bytes) / rounds.sync_every * steps
     ring = 2 * case.parameters * ring_factor(case.sites) * case.sites * steps
     found: dict[str, Any] = {"egress_gb_per_day": moved / 1e9, "data_parallel_egress_gb_per_day": ring / 1e9}
-    if given.price_per_chip_hour:
-        found["chips_per_day"] = 24 * case.chips * given.price_per_chip_hour
+    if assumed.price_per_chip_hour:
+        found["chips_per_day"] = 24 * case.chips * assumed.price_per_chip_hour
         found["chips_wasted_per_day"] = (1 - goodput) * found["chips_per_day"]
-    if given.price_per_egress_gb:
-        found["egress_per_day"] = moved / 1e9 * given.price_per_egress_gb
-        found["data_parallel_egress_per_day"] = ring / 1e9 * given.price_per_egress_gb
+    if assumed.price_per_egress_gb:
+        found["egress_per_day"] = moved / 1e9 * assumed.price_per_egress_gb
+        found["data_parallel_egress_per_day"] = ring / 1e9 * assumed.price_per_egress_gb
     return found
 
 

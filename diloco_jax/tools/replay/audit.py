@@ -61,8 +61,8 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
     book, findings = auditor.book, auditor.findings
     leased, *fates = book.fates
     if leased != sum(fates):
-        told = "{} merged, {} overwritten, {} released and {} still leased".format(*fates)
-        findings.add(f"{leased} were leased, but {told} make {sum(fates)}")
+        fates_text = "{} merged, {} overwritten, {} released and {} still leased".format(*fates)
+        findings.add(f"{leased} were leased, but {fates_text} make {sum(fates)}")
     tapes = sorted((run_dir / TAPES).glob("*.jsonl"))
     incarnations = [_check_tape(path, findings, auditor.reported) for path in tapes]
     return {
@@ -164,7 +164,7 @@ def describe(result: Mapping[str, Any]) -> str:
 
 def _unfinished(result: Mapping[str, Any]) -> list[str]:
     """Separate trained samples that are not merged from those that were leased ahead, which cost no work."""
-    told = (
+    reasons = (
         ("released", "by a learner that ended before every fragment had merged them"),
         ("out", "in the last steps, and not merged in every fragment when the tape ended"),
     )
@@ -172,7 +172,7 @@ def _unfinished(result: Mapping[str, Any]) -> list[str]:
     return [
         f"of the {result[fate]:,} {names[fate]}, {result[f'{fate}_trained']:,} were trained on {when}; "
         f"{result[fate] - result[f'{fate}_trained']:,} were leased ahead and not trained on"
-        for fate, when in told
+        for fate, when in reasons
         if result[fate]
     ]
 

@@ -23,13 +23,13 @@ def ending(summary: Mapping[str, Any], config: RunConfig) -> str:
     loss, scores = summary["eval_loss"], scores_text(summary["eval_scores"])
     own = config.model.own
     if loss is not None:
-        found = f"evaluation loss {loss:.4f}{scores}"
+        evaluation = f"evaluation loss {loss:.4f}{scores}"
     elif summary.get("evaluated", True):
-        found = f"evaluation loss not finite{scores}"
+        evaluation = f"evaluation loss not finite{scores}"
     elif summary["complete"]:
-        found = "no evaluation" + (": the loops give join() no evaluate=" if own else ", see the alarms")
+        evaluation = "no evaluation" + (": the loops give join() no evaluate=" if own else ", see the alarms")
     else:
-        found = "before the first evaluation"
+        evaluation = "before the first evaluation"
     steps, spent = summary["global_steps"], f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"
     if summary["complete"]:
         # A short run may end before a slowly starting island was merged once.
@@ -38,17 +38,17 @@ def ending(summary: Mapping[str, Any], config: RunConfig) -> str:
         merged, count = summary.get("contributors_per_round"), len(summary.get("learners", {}))
         # A low share explains a high loss: a round of one island is a global step as well.
         share = f"; {merged:.2f} of {count} islands per round" if merged and count > 1 else ""
-        return f"complete: {found} after {steps} global steps and {spent}{share}{never}"
+        return f"complete: {evaluation} after {steps} global steps and {spent}{share}{never}"
     of = f" of {config.train.steps}" if config.train.steps and not config.train.tokens else ""
-    return f"stopped after {steps}{of} global steps and {spent}, {found}"
+    return f"stopped after {steps}{of} global steps and {spent}, {evaluation}"
 
 
 def alarm_lines(summary: Mapping[str, Any], run_dir: Path) -> list[str]:
     """Return a line for each alarm of a run that has ended: those that still stood, then the others."""
-    told = [alarm_line(alarm) for alarm in summary["alarms"] if stands(alarm)]
-    if more := told[ALARMS_SHOWN:]:
-        told[ALARMS_SHOWN:] = [f"and {len(more)} more alarms in {run_dir / SUMMARY_FILE}"]
-    return [*told, *ended_lines(summary["alarms"])]
+    lines = [alarm_line(alarm) for alarm in summary["alarms"] if stands(alarm)]
+    if more := lines[ALARMS_SHOWN:]:
+        lines[ALARMS_SHOWN:] = [f"and {len(more)} more alarms in {run_dir / SUMMARY_FILE}"]
+    return [*lines, *ended_lines(summary["alarms"])]
 
 
 def onward(summary: Mapping[str, Any], config: RunConfig, run_dir: Path, program: str = "train") -> str:

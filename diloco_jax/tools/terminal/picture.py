@@ -212,14 +212,14 @@ def _wrapped(text: str, width: int) -> str:
 def _curves(curves: Mapping[str, Sequence[float]], span_s: float, width: int) -> list[str]:
     """Draw curves with their first and last value, after the time that they show; the speed needs a wide terminal."""
     bars = WIDE_BARS if width >= WIDE else NARROW_BARS
-    told = []
+    lines = []
     for name, values in curves.items():
         form: Callable[[float], str] = format_count if name == SPEED else "{:.3f}".format
         if name != SPEED or width >= WIDE:
-            told.append(f"{name} {form(values[0])} {sparkline(values, bars)} {form(values[-1])}")
-    if told and span_s:
-        told[0] = f"last {format_duration(span_s)}: {told[0]}"
-    return told
+            lines.append(f"{name} {form(values[0])} {sparkline(values, bars)} {form(values[-1])}")
+    if lines and span_s:
+        lines[0] = f"last {format_duration(span_s)}: {lines[0]}"
+    return lines
 
 
 def _beyond(status: Mapping[str, Any]) -> str:

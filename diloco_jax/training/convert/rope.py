@@ -32,8 +32,8 @@ def read_rope(keys: Mapping[str, Any], family: Family, name: str) -> tuple[dict[
         # Other families have this key inside the rotary settings; in transformers the outer one takes precedence.
         if LENGTH in keys:
             rope[LENGTH] = keys[LENGTH]
-        found = _arguments(rope, keys, family, name)
-        return found, found
+        settings = _arguments(rope, keys, family, name)
+        return settings, settings
     if outer := sorted(key for key in new if key in ROPE and new[key] is not None):
         raise ValueError(
             f"config.json of {name}: rope_parameters has {', '.join(outer)} for all layers, where transformers does "
@@ -90,13 +90,13 @@ def _settings(c: DecoderConfig) -> dict[str, Any]:
     """Return the rotary settings of a layer."""
     if c.rope_scaling == "none":
         return {"rope_type": "default"}
-    found = {"rope_type": c.rope_scaling} | {key: getattr(c, ours) for ours, key in SCALINGS[c.rope_scaling].items()}
-    found = {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+    settings = {"rope_type": c.rope_scaling} | {key: getattr(c, ours) for ours, key in SCALINGS[c.rope_scaling].items()}
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
     if c.rope_scaling in ("yarn", "longrope") and c.rope_attention:
-        found["attention_factor"] = c.rope_attention
+        settings["attention_factor"] = c.rope_attention
     if c.rope_scaling == "yarn" and not c.rope_truncate:
-        found["truncate"] = False
-    return found
+        settings["truncate"] = False
+    return settings
 
 
 def _checked(rope: Mapping[str, Any], family: Family, name: str) -> dict[str, Any]:
@@ -117,16 +117,16 @@ def _checked(rope: Mapping[str, Any], family: Family, name: str) -> dict[str, An
 def _arguments(rope: Mapping[str, Any], keys: Mapping[str, Any], family: Family, name: str) -> dict[str, Any]:
     """Return our arguments for checked rotary settings."""
     kind = rope["rope_type"]
-    found: dict[str, Any] = {"rope_theta": rope.get("rope_theta", keys.get("rope_theta", USUAL_THETA))}
+    settings: dict[str, Any] = {"rope_theta": rope.get("rope_theta", keys.get("rope_theta", USUAL_THETA))}
     if BETA in rope:
-        found |= {"query_beta": rope[BETA], "rope_length": rope.get(LENGTH, keys["max_position_embeddings"])}
+        settings |= {"query_beta": rope[BETA], "rope_length": rope.get(LENGTH, keys["max_position_embeddings"])}
     # Most families do not read the share of a head that is rotated, if wavelengths are not scaled.
     if FRACTION in family.known:
-        found["rope_fraction"] = rope.get(FRACTION, keys.get(FRACTION, 1.0))
+        settings["rope_fraction"] = rope.get(FRACTION, keys.get(FRACTION, 1.0))
     if kind == "default":
-        return found
+        return settings
     rope = {LENGTH: keys["max_position_embeddings"], **rope}
-    found["rope_scaling"] = kind
+    settings["rope_scaling"] = kind
     if kind == "proportional":
         if rope.get("factor", 1) != 1:
             raise ValueError(f"config.json of {name}: rope is {rope}; the decoder supports only factor 1.0")
@@ -136,14 +136,14 @@ def _arguments(rope: Mapping[str, Any], keys: Mapping[str, Any], family: Family,
     if kind == "yarn":
         rope.setdefault("factor", keys["max_position_embeddings"] / rope[LENGTH])
         rope = {"beta_slow": 1, "beta_fast": 32, **rope}
-        found |= {"rope_attention": _attention_factor(rope, name), "rope_truncate": rope.get("truncate", True)}
+        settings |= {"rope_attention": _attention_factor(rope, name), "rope_truncate": rope.get("truncate", True)}
     if kind == "longrope":
         # If the longest text did not grow, the factor is 1.
         rope.setdefault("factor", max(1.0, keys["max_position_embeddings"] / rope[LENGTH]))
         if rope.get("attention_factor", 1) <= 0:
             raise ValueError(f"config.json of {name}: attention_factor is {rope['attention_factor']}; use more than 0")
-        found["rope_attention"] = float(rope.get("attention_factor", 0.0))
-    return found | {ours: rope[theirs] for ours, theirs in SCALINGS[kind].items()}
+        settings["rope_attention"] = float(rope.get("attention_factor", 0.0))
+    return settings | {ours: rope[theirs] for ours, theirs in SCALINGS[kind].items()}
 
 
 def _attention_factor(rope: Mapping[str, Any], name: str) -> float:

@@ -170,19 +170,19 @@ class Exchange:
         self._compiling = threading.Lock()
 
     def warm_up(
-        self, fragments: Iterable[Fragment], told: Callable[[int, str], object] = lambda done, current: None
+        self, fragments: Iterable[Fragment], report: Callable[[int, str], object] = lambda done, current: None
     ) -> None:
         """Compile the programs of fragments; any thread may call this at any time.
 
         Args:
-          told: is called with the number of compiled programs, out of `count`, and the name of the program that is
+          report: is called with the number of compiled programs, out of `count`, and the name of the program that is
             compiled now; at the end the name is "".
         """
         for fragment in fragments:
             for kind, program in self._programs_of(fragment):
-                told(len(self._compiled), f"{kind} of fragment {fragment.fragment_id}")
+                report(len(self._compiled), f"{kind} of fragment {fragment.fragment_id}")
                 program()
-        told(len(self._compiled), "")
+        report(len(self._compiled), "")
 
     def count(self, fragments: Iterable[Fragment]) -> int:
         """Return the number of programs that fragments need; a shared program counts once."""

@@ -13,7 +13,7 @@ from diloco_jax.runtime.records.files import SUPERVISOR_LOCK, SYNCER_LOCK
 from diloco_jax.runtime.records.folder_lock import FolderInUse, FolderLock, LearnerLock, refuse_if_locked
 from diloco_jax.settings.text import load
 from tests.runtime.helpers import SLOW_STEP_S, call, notes, run, wait_for, write_config
-from tests.runtime.local.test_local import FOREVER, Told, until
+from tests.runtime.local.test_local import FOREVER, ScriptedRun, until
 from tests.runtime.syncer.test_failover import Job, folder
 
 __all__ = ["folder"]  # a fixture
@@ -128,21 +128,21 @@ def test_a_learner_of_another_machine_does_not_keep_the_name(in_use: Path) -> No
 def test_an_island_comes_back_though_the_address_is_gone(tmp_path: Path) -> None:
     """Whatever took the file away: the supervisor knows what it said, and learners by hand find it again."""
     scripts = ["rm syncer.address; kill -9 $$", until("[ -e syncer.address ]") + "touch back; " + FOREVER]
-    told = Told(tmp_path, [until("[ -e back ]")], [scripts])
-    told.run.run()
-    assert told.starts("island-0") == 2 and (tmp_path / "syncer.address").read_text() == "127.0.0.1:1\n"
-    assert [words[words.index("--syncer") + 1] for words in told.run.words["island-0"]] == ["127.0.0.1:1\n"] * 2
+    job = ScriptedRun(tmp_path, [until("[ -e back ]")], [scripts])
+    job.run.run()
+    assert job.starts("island-0") == 2 and (tmp_path / "syncer.address").read_text() == "127.0.0.1:1\n"
+    assert [words[words.index("--syncer") + 1] for words in job.run.words["island-0"]] == ["127.0.0.1:1\n"] * 2
 
 
 def test_a_resume_that_cannot_start_puts_back_what_the_folder_said(tmp_path: Path) -> None:
-    told = Told(tmp_path, [""], [[FOREVER]])
-    told.run.scripts["syncer"] = ["exit 2"]
-    told.run._resume = True
+    job = ScriptedRun(tmp_path, [""], [[FOREVER]])
+    job.run.scripts["syncer"] = ["exit 2"]
+    job.run._resume = True
     said = {"status.json": '{"state": "stopped"}', "summary.json": "{}", "syncer.address": "127.0.0.1:9"}
     for name, text in said.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(RunFailed):
-        LocalRun.run(told.run)
+        LocalRun.run(job.run)
     assert {name: (tmp_path / name).read_text() for name in said} == said
 
 

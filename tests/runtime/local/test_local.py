@@ -51,7 +51,7 @@ class Scripted(LocalRun):
         return Process(name, process, log, begins)
 
 
-class Told:
+class ScriptedRun:
     """Supervised run of scripts with a record of its output."""
 
     def __init__(
@@ -97,23 +97,23 @@ def lines_in(name: str, count: int) -> str:
 
 def test_a_dead_syncer_is_started_again_and_islands_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps({"state": "running"}))
-    told = Told(tmp_path, ["kill -9 $$", "exit 1", "exit 0"], [[FOREVER], [FOREVER]])
-    told.run.run()
-    assert told.said.count("starting it again, islands train on") == 2
-    assert told.starts("syncer") == 3
-    assert told.starts("island-0") == told.starts("island-1") == 1
-    assert "syncer killed by SIGKILL" in told.said and "syncer ended with status 1" in told.said
+    job = ScriptedRun(tmp_path, ["kill -9 $$", "exit 1", "exit 0"], [[FOREVER], [FOREVER]])
+    job.run.run()
+    assert job.said.count("starting it again, islands train on") == 2
+    assert job.starts("syncer") == 3
+    assert job.starts("island-0") == job.starts("island-1") == 1
+    assert "syncer killed by SIGKILL" in job.said and "syncer ended with status 1" in job.said
 
 
 def test_the_syncer_can_read_what_happens_to_an_island_that_ended(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps({"state": "running"}))
     seen = "cat health/island-0.restart >> seen; echo >> seen; "
-    told = Told(
+    job = ScriptedRun(
         tmp_path,
         [until(lines_in("seen", 2)) + "sleep 0.3; exit 0"],
         [["kill -9 $$", seen + "exit 1", seen + "exit 2"], [FOREVER]],
     )
-    told.run.run()
+    job.run.run()
     first, second = (tmp_path / "seen").read_text().splitlines()
     assert first.startswith("`diloco train` restarts it by itself (restart 1, failure 1 of at most 3); its log is ")
     assert "(restart 2, failure 2 of at most 3)" in second
@@ -122,10 +122,10 @@ def test_the_syncer_can_read_what_happens_to_an_island_that_ended(tmp_path: Path
 
 
 def test_islands_begin_when_their_programs_are_compiled(tmp_path: Path) -> None:
-    told = Told(tmp_path, [until("[ -e began ]")], [["[ -e compiled ] && touch began; " + FOREVER], [FOREVER]])
-    told.run.scripts["compiler-island-0"] = ["sleep 0.3; touch compiled"]
-    told.run.run()
-    assert told.run.started == ["compiler-island-0", "syncer", "island-0", "island-1"]
+    job = ScriptedRun(tmp_path, [until("[ -e began ]")], [["[ -e compiled ] && touch began; " + FOREVER], [FOREVER]])
+    job.run.scripts["compiler-island-0"] = ["sleep 0.3; touch compiled"]
+    job.run.run()
+    assert job.run.started == ["compiler-island-0", "syncer", "island-0", "island-1"]
 
 
 ALIKE, TWO = IslandsConfig(count=3, devices=1), IslandOverride(devices=2)
@@ -149,28 +149,28 @@ def test_one_island_of_each_kind_is_compiled(islands: IslandsConfig, compiled: l
 
 
 def test_a_syncer_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:
-    told = Told(tmp_path, ["echo gone; exit 1"], [[FOREVER]], syncer_restarts=2)
+    job = ScriptedRun(tmp_path, ["echo gone; exit 1"], [[FOREVER]], syncer_restarts=2)
     with pytest.raises(RunFailed, match=r"gone .*given up after 3 starts \(syncer.restarts_max\)") as failed:
-        told.run.run()
-    assert not failed.value.wrong_input and "train on" not in told.said, "nobody trained yet"
-    assert told.starts("syncer") == 3
+        job.run.run()
+    assert not failed.value.wrong_input and "train on" not in job.said, "nobody trained yet"
+    assert job.starts("syncer") == 3
 
 
 def test_a_syncer_with_a_wrong_setting_is_not_started_again(tmp_path: Path) -> None:
-    told = Told(tmp_path, ["exit 2"], [[FOREVER]])
+    job = ScriptedRun(tmp_path, ["exit 2"], [[FOREVER]])
     with pytest.raises(RunFailed, match="syncer ended with status 2") as failed:
-        told.run.run()
+        job.run.run()
     assert failed.value.wrong_input
-    assert told.starts("syncer") == 1
+    assert job.starts("syncer") == 1
 
 
 def test_islands_and_syncer_are_counted_apart(tmp_path: Path) -> None:
     died = "echo x >> died; kill -9 $$"
     syncer = [until(lines_in("died", 3)) + "kill -9 $$", until(lines_in("back", 1)) + "exit 0"]
     scripts = [died, "echo x >> died; exit 1", died, f"echo x >> back; {FOREVER}"]
-    told = Told(tmp_path, syncer, [scripts], syncer_restarts=1)
-    told.run.run()
-    assert told.starts("island-0") == 4 and told.starts("syncer") == 2
+    job = ScriptedRun(tmp_path, syncer, [scripts], syncer_restarts=1)
+    job.run.run()
+    assert job.starts("island-0") == 4 and job.starts("syncer") == 2
 
 
 @pytest.mark.parametrize(
@@ -189,23 +189,23 @@ def test_islands_and_syncer_are_counted_apart(tmp_path: Path) -> None:
 )
 def test_how_often_an_island_that_ends_is_started_again(tmp_path: Path, scripts: list[str], starts: int) -> None:
     (tmp_path / "tapes").mkdir()
-    told = Told(tmp_path, [FOREVER], [scripts])
+    job = ScriptedRun(tmp_path, [FOREVER], [scripts])
     with pytest.raises(RunFailed, match="0 islands are left") as failed:
-        told.run.run()
-    assert told.starts("island-0") == starts
+        job.run.run()
+    assert job.starts("island-0") == starts
     assert failed.value.wrong_input == ("exit 2" in scripts)
 
 
 def test_a_program_that_never_joins_fails_and_one_that_joined_has_left(tmp_path: Path) -> None:
     (tmp_path / "tapes").mkdir()
     scripts = [[""], ["touch tapes/island-1.7.jsonl; echo complete"]]
-    told = Told(tmp_path, [FOREVER], scripts, command=("python", "loop.py"))
+    job = ScriptedRun(tmp_path, [FOREVER], scripts, command=("python", "loop.py"))
     with pytest.raises(RunFailed, match=r"0 islands are left, .*: island-0 ended with status 0") as failed:
-        told.run.run()
+        job.run.run()
     assert not failed.value.wrong_input
-    assert "island-0 ended without joining the run; call diloco_jax.join in islands.command" in told.lines
-    assert "island-1 left: complete" in told.lines
-    assert told.starts("island-0") == told.starts("island-1") == 1
+    assert "island-0 ended without joining the run; call diloco_jax.join in islands.command" in job.lines
+    assert "island-1 left: complete" in job.lines
+    assert job.starts("island-0") == job.starts("island-1") == 1
 
 
 def test_brief_incarnations_are_followed_by_longer_and_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,45 +252,51 @@ def test_a_spare_takes_the_place_of_an_island_that_dies(tmp_path: Path) -> None:
     spare = "touch health/island-0.standby; read syncer incarnation; rm health/island-0.standby; "
     spare += "echo $syncer $incarnation > went; touch health/island-0.ready; " + FOREVER
     next_one = "touch health/island-0.standby; touch again; read word || touch ended"
-    told = Told(tmp_path, [until("[ -e again ]") + "exit 0"], [[dies]], standby=True)
-    told.run.scripts["island-0.standby"] = [spare, next_one]
-    told.run.run()
-    assert told.starts("island-0") == 1 and told.starts("island-0.standby") == 2
-    assert "killed by SIGKILL" in told.said and "its spare takes over" in told.said
+    job = ScriptedRun(tmp_path, [until("[ -e again ]") + "exit 0"], [[dies]], standby=True)
+    job.run.scripts["island-0.standby"] = [spare, next_one]
+    job.run.run()
+    assert job.starts("island-0") == 1 and job.starts("island-0.standby") == 2
+    assert "killed by SIGKILL" in job.said and "its spare takes over" in job.said
     syncer, incarnation = (tmp_path / "went").read_text().split()
     assert syncer == "127.0.0.1:1" and incarnation.isdecimal()
-    assert "--incarnation" not in told.run.words["island-0.standby"][0], "before its word it is nobody"
+    assert "--incarnation" not in job.run.words["island-0.standby"][0], "before its word it is nobody"
 
 
 def test_an_island_whose_spare_cannot_load_starts_as_ever(tmp_path: Path) -> None:
     dies = "mkdir -p health; touch health/island-0.ready; " + until("[ -e tried ]") + "kill -9 $$"
-    told = Told(tmp_path, [until("[ -e back ]") + "exit 0"], [[dies, "touch back; " + FOREVER]], standby=True)
-    told.run.scripts["island-0.standby"] = ["touch tried; exit 1"]
-    told.run.run()
-    assert told.starts("island-0") == 2
+    job = ScriptedRun(tmp_path, [until("[ -e back ]") + "exit 0"], [[dies, "touch back; " + FOREVER]], standby=True)
+    job.run.scripts["island-0.standby"] = ["touch tried; exit 1"]
+    job.run.run()
+    assert job.starts("island-0") == 2
 
 
 def test_the_hosts_of_an_island_are_started_again_together_and_alone(tmp_path: Path) -> None:
     dies = until("[ -e began ]") + "kill -9 $$"
-    told = Told(tmp_path, [until(lines_in("back", 2)) + "exit 0"], [["touch began; " + FOREVER], [FOREVER]], hosts=2)
-    told.run.scripts["island-0"].append(f"echo x >> back; {FOREVER}")
-    told.run.scripts["island-0.host-1"] = [dies, f"echo x >> back; {FOREVER}"]
-    told.run.scripts["island-1.host-1"] = [FOREVER]
-    told.run.run()
-    assert [told.starts(f"island-0{host}") for host in ("", ".host-1")] == [2, 2]
-    assert [told.starts(f"island-1{host}") for host in ("", ".host-1")] == [1, 1]
-    assert "island-0.host-1 killed by SIGKILL" in told.said
-    leader, follower = (dict(zip(w[2::2], w[3::2], strict=True)) for w in _incarnations(told, "island-0", 0))
+    job = ScriptedRun(
+        tmp_path, [until(lines_in("back", 2)) + "exit 0"], [["touch began; " + FOREVER], [FOREVER]], hosts=2
+    )
+    job.run.scripts["island-0"].append(f"echo x >> back; {FOREVER}")
+    job.run.scripts["island-0.host-1"] = [dies, f"echo x >> back; {FOREVER}"]
+    job.run.scripts["island-1.host-1"] = [FOREVER]
+    job.run.run()
+    assert [job.starts(f"island-0{host}") for host in ("", ".host-1")] == [2, 2]
+    assert [job.starts(f"island-1{host}") for host in ("", ".host-1")] == [1, 1]
+    assert "island-0.host-1 killed by SIGKILL" in job.said
+    leader, follower = (dict(zip(w[2::2], w[3::2], strict=True)) for w in _incarnations(job, "island-0", 0))
     assert (leader.pop("--host"), follower.pop("--host")) == ("0", "1") and leader == follower
     again = dict(
-        zip(_incarnations(told, "island-0", 1)[0][2::2], _incarnations(told, "island-0", 1)[0][3::2], strict=True)
+        zip(
+            _incarnations(job, "island-0", 1)[0][2::2],
+            _incarnations(job, "island-0", 1)[0][3::2],
+            strict=True,
+        )
     )
     assert again["--coordinator"] != leader["--coordinator"] and again["--incarnation"] > leader["--incarnation"]
 
 
-def _incarnations(told: Told, name: str, incarnation: int) -> list[list[str]]:
+def _incarnations(job: ScriptedRun, name: str, incarnation: int) -> list[list[str]]:
     """Return the arguments of the two hosts of an island at one start."""
-    return [told.run.words[f"{name}{host}"][incarnation] for host in ("", ".host-1")]
+    return [job.run.words[f"{name}{host}"][incarnation] for host in ("", ".host-1")]
 
 
 def test_a_drained_island_stays_away_and_others_are_still_looked_after(tmp_path: Path) -> None:
@@ -298,10 +304,10 @@ def test_a_drained_island_stays_away_and_others_are_still_looked_after(tmp_path:
     leaves = "echo drained; echo x >> left; exit 0"
     dies = until(lines_in("left", 1)) + "kill -9 $$"
     syncer = until(lines_in("back", 1)) + "exit 0"
-    told = Told(tmp_path, [syncer], [[leaves], [dies, f"echo x >> back; {FOREVER}"]], quorum=2)
-    told.run.run()
-    assert told.starts("island-0") == 1 and told.starts("island-1") == 2
-    assert told.said.count("island-0 left: drained") == 1
+    job = ScriptedRun(tmp_path, [syncer], [[leaves], [dies, f"echo x >> back; {FOREVER}"]], quorum=2)
+    job.run.run()
+    assert job.starts("island-0") == 1 and job.starts("island-1") == 2
+    assert job.said.count("island-0 left: drained") == 1
 
 
 RAISED = """Traceback (most recent call last):
@@ -336,34 +342,34 @@ def test_the_reason_of_an_end_is_the_exception_of_this_incarnation(tmp_path: Pat
 
 
 def test_too_few_islands_end_the_run(tmp_path: Path) -> None:
-    told = Told(tmp_path, [FOREVER], [["echo broken; exit 2"], [FOREVER]], quorum=2)
+    job = ScriptedRun(tmp_path, [FOREVER], [["echo broken; exit 2"], [FOREVER]], quorum=2)
     words = r"1 island is left, fewer than protocol.quorum = 2: island-0 .* broken"
     with pytest.raises(RunFailed, match=words) as failed:
-        told.run.run()
+        job.run.run()
     assert failed.value.wrong_input
 
 
 def test_islands_that_end_with_the_run_are_not_started_again(tmp_path: Path) -> None:
     """The syncer is busy with the last evaluation; an island is killed on its way out."""
-    complete = """echo '{"state": "complete"}' > status.json; echo x >> told; """
+    complete = """echo '{"state": "complete"}' > status.json; echo x >> over; """
     syncer = complete + until(lines_in("ended", 2)) + "sleep 0.5; exit 0"
-    ends = until(lines_in("told", 1)) + "echo x >> ended; "
-    told = Told(tmp_path, [syncer], [[ends + "exit 0"], [ends + "kill -9 $$"]], quorum=2)
-    told.run.run()
-    assert told.starts("island-0") == told.starts("island-1") == 1
-    assert len(told.lines) == 1 and "emulated" in told.said, "what islands run on, and nothing else"
+    ends = until(lines_in("over", 1)) + "echo x >> ended; "
+    job = ScriptedRun(tmp_path, [syncer], [[ends + "exit 0"], [ends + "kill -9 $$"]], quorum=2)
+    job.run.run()
+    assert job.starts("island-0") == job.starts("island-1") == 1
+    assert len(job.lines) == 1 and "emulated" in job.said, "what islands run on, and nothing else"
 
 
 def test_stopping_while_the_syncer_is_away_prints_how_to_resume(tmp_path: Path) -> None:
-    told = Told(tmp_path, ["kill -9 $$", FOREVER], [[FOREVER]])
+    job = ScriptedRun(tmp_path, ["kill -9 $$", FOREVER], [[FOREVER]])
     # The supervisor has noticed the death when it prints this line.
-    told.run._say = lambda line: told.stop.set()
+    job.run._say = lambda line: job.stop.set()
     with pytest.raises(RunFailed, match="--resume"):
-        told.run.run()
+        job.run.run()
 
 
 def test_nobody_is_left_behind(tmp_path: Path) -> None:
-    told = Told(tmp_path, [until(lines_in("up", 2)) + "exit 0"], [[f"echo x >> up; {FOREVER}"]] * 2)
-    told.run.run()
-    children = [*told.run._islands.values(), told.run._syncer]
+    job = ScriptedRun(tmp_path, [until(lines_in("up", 2)) + "exit 0"], [[f"echo x >> up; {FOREVER}"]] * 2)
+    job.run.run()
+    children = [*job.run._islands.values(), job.run._syncer]
     assert all(child is not None and child.process.poll() is not None for child in children)

@@ -34,7 +34,7 @@ class Machine:
 
     def told(self) -> list[tuple[str, str]]:
         self._now_s += machine_alarms.LOOK_EVERY_S
-        return [(alarm.kind, alarm.text) for alarm in self.alarms.found(self._now_s)]
+        return [(alarm.kind, alarm.text) for alarm in self.alarms.alarms(self._now_s)]
 
 
 def snapshot(folder: Path, step: int, size: int = 1000) -> None:

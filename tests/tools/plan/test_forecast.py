@@ -184,7 +184,7 @@ def test_arrival_by_hand() -> None:
     # Adam's moments, to one other host.
     back = recovery(passing)
     assert back["state_arrives"] and back["state_spread_s"] == pytest.approx(2 * 4 * passing.parameters, rel=0.01)
-    sharded = small(islands={"hosts": 2, "mesh": {"fsdp": 4}}, given=passing.given)
+    sharded = small(islands={"hosts": 2, "mesh": {"fsdp": 4}}, given=passing.assumed)
     assert recovery(sharded)["state_spread_s"] == pytest.approx(back["state_spread_s"] / 2, rel=0.01)
 
 
