@@ -57,12 +57,6 @@ PHRASES: tuple[tuple[str, str], ...] = (
 IDIOMS = re.compile(
     r"\bsigns?[\s-]+of[\s-]+life\b|\blife\s+of\s+an?\s+(?:fragment|round)\b|\blife\s+t\s+global_step\b", re.I
 )
-# Files that still have an old word, and the word.
-PENDING = {
-    "diloco_jax/transport/endpoints/grpc_link.py": "life",
-    "tests/transport/endpoints/test_grpc_link.py": "lives",
-    "tests/transport/session/test_refusals.py": "life",
-}
 FINDERS = tuple(
     (re.compile(r"\b(?:" + phrase.replace(" ", r"\s+") + r")(?!\w)", re.I), instead) for phrase, instead in PHRASES
 )
@@ -128,8 +122,6 @@ def main(paths: list[str]) -> int:
     for path in tracked(paths):
         name = str(path.relative_to(ROOT))
         for line, problem in problems(path):
-            if name in PENDING and problem.startswith(f'"{PENDING[name]}"'):
-                continue
             print(f"{name}:{line}: {problem}")
             count += 1
     print(f"language: {count} findings" if count else "language: clean")

@@ -230,7 +230,7 @@ def test_bulk_connection_that_belongs_to_no_session_is_refused(
 ) -> None:
     assert reason in answer(greeted(listener.address, other or raw.ticket, stripe))
     raw.say(bulk_frames(b"0123456789", 4))
-    assert hear(listener).payload == b"0123456789", "the session lives"
+    assert hear(listener).payload == b"0123456789", "the session is open"
 
 
 def test_greeting_that_changes_its_mind_is_closed(ends: Ends, listener: GrpcListener) -> None:

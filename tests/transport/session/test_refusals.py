@@ -45,7 +45,7 @@ def test_a_forwarded_call_belongs_to_its_caller() -> None:
 def test_a_caller_with_many_reasons_leaves_places_for_others(caplog: pytest.LogCaptureFixture) -> None:
     refusals = Refusals(lambda: 0.0)
     for number in range(1000):
-        refusals.tell("10.0.0.7", f"life {number} is unknown")
+        refusals.tell("10.0.0.7", f"epoch {number} is unknown")
     for word in ("one", "two", "three", "four", "five"):
         refusals.tell("10.0.0.7", f"{word}\nrefused 10.0.0.8: forged")
     refusals.tell("10.0.0.9", "another reason")
