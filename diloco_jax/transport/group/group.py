@@ -148,6 +148,8 @@ class GroupLeader:
         ours = self._header
         if (header.run_id, header.sender, header.session) != (ours.run_id, ours.sender, ours.session):
             raise Refused(f"host {header.host} is of another island, or of an earlier start of this one")
+        if header.lane != pb.LANE_CONTROL:
+            raise Refused(f"host {header.host} is of another release: start all hosts of an island with one release")
         if header.hosts != ours.hosts:
             raise Refused(f"host {header.host} states {header.hosts} hosts, this host {ours.hosts}")
         session = self._others.get(header.host)

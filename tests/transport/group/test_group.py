@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from diloco_jax.tools.chaos.relay import Relay
@@ -14,6 +15,8 @@ from diloco_jax.transport import wire
 from diloco_jax.transport.commands import HostAnswer, HostEnd, HostHave, HostMeet, HostStep, HostWant
 from diloco_jax.transport.group.group import GroupError, GroupItem, GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import TransportConfig, split_address
+from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session import calls
 from diloco_jax.transport.trust import certificates
 from tests.limits import HANGS_S
 from tests.sockets import free_port
@@ -136,6 +139,17 @@ def test_a_host_joins_once_and_must_fit(group: Group) -> None:
     assert hear(leader).message is GONE
     with pytest.raises(GroupError, match="host 1 joined before"):
         group.join()
+
+
+def test_a_host_of_an_older_release_is_refused_at_once(group: Group) -> None:
+    """Check the call of release 0.3.0, whose hosts had all messages on one bulk lane in gRPC."""
+    leader = group.lead()
+    header = pb.Header(run_id="run", sender="island-0", session=leader.number, stripes=1, host=1, hosts=3)
+    header.lane = pb.LANE_BULK
+    with grpc.insecure_channel(leader.address) as channel:
+        call = channel.stream_stream(f"/{calls.ISLAND_SERVICE}/{calls.FOLLOW}")
+        with pytest.raises(grpc.RpcError, match="host 1 is of another release: start all hosts of an island with one"):
+            list(call(iter([]), metadata=[calls.header_metadata(header)], timeout=HANGS_S))
 
 
 def test_strangers_that_only_connect_leave_descriptors_for_the_host(
