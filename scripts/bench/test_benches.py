@@ -42,6 +42,7 @@ SMALLEST = [
     Bench("cuts", "--payload-mb 2 --mbit 100 --every 1 --seconds 3 --json"),
     Bench("data", "--pairs 1 --steps 3 --batch-size 2 --seq-len 16 --json"),
     Bench("donor", f"{ISLAND} --json"),
+    Bench("hosts", "--payload-mb 1 --payloads 2 --json"),
     Bench("join", f"{ISLAND} --devices 1 --nice 0 --json"),
     Bench("long_run", "--days 0.001 --runs 1 --json"),
     Bench("memory", "--parameters 1e6 --fragments 4 --learners 2 --step-s 0.05 --json"),
