@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,3 +121,14 @@ def test_tidy() -> None:
     assert ROOT / PACKAGE / "protocol" / "messages.py" in files, "the package was not found"
     found = [f"{path.relative_to(ROOT)}:{problem}" for path in files for problem in problems_of(path)]
     assert not found, "\n".join(found)
+
+
+def test_scripts_name_tests_that_exist() -> None:
+    """Pytest runs no test at all if one of its paths is missing, and some of these scripts run only at night."""
+    named = re.compile(r"(?<![\w/.])tests/[\w/.{},]+")
+    scripts = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
+    texts = "\n".join(sorted({word for path in scripts for word in named.findall(path.read_text())}))
+    # Only a shell knows what its braces mean.
+    loop = f'for path in {texts.replace(chr(10), " ")}; do [ -e "${{path%.}}" ] || echo "$path"; done'
+    missing = subprocess.run(["bash", "-c", loop], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not missing, f"paths of tests that do not exist:\n{missing}"
