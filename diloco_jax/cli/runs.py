@@ -291,6 +291,12 @@ def _learner_options(parser: Parser) -> None:
         help="leave the run when Google Cloud's metadata server, or the existence of FILE, announces the preemption of "
         "this machine; SIGTERM always has this effect",
     )
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        help="train on this file or folder, which stays on this machine: the syncer gets only its length and digests; "
+        "--data.format and other settings of data say how to read it",
+    )
     parser.add_argument("--standby", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -300,7 +306,7 @@ def learner(arguments: argparse.Namespace) -> int:
 
     if arguments.syncer:
         split_address(arguments.syncer, "--syncer")
-    config = load_config(arguments)
+    config = _with_own_data(load_config(arguments), arguments.island, arguments.data)
     run_dir, name = learner_dir(arguments, config), check_name(arguments.island)
     with ExitStack() as held:
         # A spare has no identity yet. Of several hosts only the first takes the lock.
@@ -308,6 +314,17 @@ def learner(arguments: argparse.Namespace) -> int:
             held.enter_context(_learner_lock(run_dir, name))
             tell_phase(run_dir, name, IMPORTING)
         return _learn(arguments, config, run_dir, held)
+
+
+def _with_own_data(config: RunConfig, island: str, path: str | None) -> RunConfig:
+    """Return the config of a learner: with the data that --data or islands.each names, if one of them does."""
+    if path is None:
+        return config.of_island(island)
+    from dataclasses import replace
+
+    from diloco_jax.training.data.config import OwnDataConfig
+
+    return replace(config, data=OwnDataConfig(path=path).over(config.data, island))
 
 
 # A learner of `diloco chaos`. Other processes can inject faults into it.

@@ -1,6 +1,7 @@
-"""Leases of data: ranges of one global sample order, leased to learners. Each leased index has one fate.
+"""Leases of data: ranges of the sample order of a corpus, leased to learners. Each leased index has one fate.
 
-The order has positions 0, 1, 2, ... without end. A lease is a range [start, stop) of them. The fate of a leased index:
+The order has positions 0, 1, 2, ... without end. A lease is a range [start, stop) of them. Islands that read the run's
+corpus share one order; a corpus that stays at its site has an order of its own. The fate of a leased index:
 
     out  --every fragment of the model took a value of its learner that had seen it-->  merged, or overwritten
     out  --its learner's incarnation ended, or was lost for too long-->                 released, to be leased again
@@ -27,6 +28,8 @@ from diloco_jax.protocol.messages import Adopted, Lease
 Range = tuple[int, int]
 # What a value gave to a version: fragment, version, since and samples, as in on_merged.
 Share = tuple[int, int, int, int]
+# Name of the corpus that the run's config names; all other corpora are of single islands, or of a few.
+COMMON = ""
 # More samples than one incarnation ever gets.
 BOOK = 1 << 32
 # Largest position and sample number of a lease: a message carries numbers up to 2^62.
@@ -220,7 +223,7 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 class LeaseBook:
-    """The syncer's record of all leases and fates; the rules are in the docstring of this module."""
+    """The syncer's record of all leases and fates of one corpus; the rules are in the docstring of this module."""
 
     def __init__(self, num_fragments: int) -> None:
         self._num_fragments = num_fragments
@@ -233,6 +236,11 @@ class LeaseBook:
         self.holdings: dict[str, Holding] = {}
         # Learner -> end of its newest sample numbers, which are closed.
         self._ended: dict[str, int] = {}
+
+    @property
+    def end(self) -> int:
+        """Return the first position that was never leased."""
+        return self._next
 
     @property
     def fates(self) -> Fates:
@@ -347,3 +355,54 @@ class LeaseBook:
         for plain in state["holdings"]:
             rows = ([tuple(row) for row in plain[name]] for name in ("ranges", "pending", "taught"))
             self.holdings[plain["name"]] = Holding(plain["settled"], plain["granted"], list(plain["marks"]), *rows)
+
+
+class LeaseBooks:
+    """The books of leases of all corpora, by the name of the corpus: the orders of two corpora share no position."""
+
+    def __init__(self, num_fragments: int) -> None:
+        self._num_fragments = num_fragments
+        self.books = {COMMON: LeaseBook(num_fragments)}
+
+    def of(self, corpus: str) -> LeaseBook:
+        """Return the book of a corpus; a new corpus gets a new one."""
+        book = self.books.get(corpus)
+        if book is None:
+            book = self.books[corpus] = LeaseBook(self._num_fragments)
+        return book
+
+    @property
+    def fates(self) -> Fates:
+        """Return the samples of all corpora by fate."""
+        return Fates(*map(sum, zip(*[book.fates for book in self.books.values()], strict=True)))
+
+    @property
+    def holders(self) -> list[str]:
+        """Return the names of the learners that hold leases, sorted."""
+        return sorted([name for book in self.books.values() for name in book.holdings])
+
+    def on_version(self, fragment_id: int, version: int) -> None:
+        """Record a fragment's newest version, which contains values from any corpus."""
+        for book in self.books.values():
+            book.on_version(fragment_id, version)
+
+    def on_held(self, adopted: Sequence[Adopted]) -> None:
+        """Settle what these versions contain, because a learner holds them, whatever corpus it reads."""
+        for book in self.books.values():
+            if book.unconfirmed:
+                book.on_held(adopted)
+
+    def revert(self, fragment_id: int, version: int) -> None:
+        """Remove what newer versions than this one contained, because they are lost."""
+        for book in self.books.values():
+            book.revert(fragment_id, version)
+
+    def state(self) -> dict[str, Any]:
+        others = {corpus: book.state() for corpus, book in self.books.items() if corpus != COMMON}
+        return {**self.books[COMMON].state(), "corpora": others}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.books = {COMMON: LeaseBook(self._num_fragments)}
+        # Older releases wrote no other corpora.
+        for corpus, plain in {COMMON: state, **state.get("corpora", {})}.items():
+            self.of(corpus).restore(plain)

@@ -139,6 +139,8 @@ class Member:
     step_samples: int = 1
     # Whether its driver can evaluate the global model, from its greeting.
     evaluates: bool = True
+    # The corpus whose samples it leases (leases.py).
+    corpus: str = ""
     # The reason in its goodbye, if it sent one.
     goodbye: str = ""
     # Its local step when leases were last sent.

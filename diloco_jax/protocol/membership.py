@@ -16,6 +16,7 @@ from math import inf
 from typing import Any
 
 from diloco_jax.protocol.closing import LEAST_STEP_S, PACE_FACTOR, PACE_REPORTS, SHORT_STEP_S
+from diloco_jax.protocol.corpora import Corpora
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
 from diloco_jax.protocol.messages import FULL, NO_VERSION, OTHER_RUN, STALE, SYNCER, Hello
 from diloco_jax.protocol.releases import OLDEST, PROTOCOL
@@ -65,6 +66,7 @@ class Membership:
         self._fingerprint = dict(fingerprint)
         # The open entries of the fingerprint, as the first accepted learner has them.
         self.agreed: dict[str, str] = {}
+        self.corpora = Corpora()
         self._num_fragments = num_fragments
         self._learners_max = learners_max
         self.members: dict[str, Member] = {}
@@ -134,6 +136,13 @@ class Membership:
                 f"{what} differs: {whose} has {value}, {hello.learner_id} has {their_value}; "
                 "start both from the same config, on the same data"
             )
+        if known is not None and hello.incarnation == known.incarnation and hello.corpus != known.corpus:
+            return (
+                f"{hello.learner_id} greeted with the corpus {hello.corpus!r}, and before with {known.corpus!r}; start "
+                "the learner again"
+            )
+        if why := self.corpora.refusal(hello):
+            return why
         if not len(hello.versions) == len(hello.digests) == self._num_fragments:
             return (
                 f"{len(hello.versions)} versions and {len(hello.digests)} digests offered, {self._num_fragments} "
@@ -172,6 +181,8 @@ class Membership:
         member.heard_s = now_s
         member.down.greeted(hello)
         member.step_samples, member.evaluates, member.goodbye = hello.step_samples, hello.evaluates, ""
+        member.corpus = hello.corpus
+        self.corpora.join(hello)
         return member
 
     def set_state(self, member: Member, state: str, now_s: float) -> None:
@@ -244,11 +255,12 @@ class Membership:
 
     def state(self) -> dict[str, Any]:
         members = [member.to_plain() for member in self.members.values()]
-        return {"members": members, "agreed": dict(self.agreed), "run": self.run}
+        return {"members": members, "agreed": dict(self.agreed), "run": self.run, "corpora": self.corpora.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.members = {member.learner_id: member for member in map(Member.from_plain, state["members"])}
         self.live = sum(member.state == ACTIVE for member in self.members.values())
         self.agreed = dict(state["agreed"])
-        # Older releases wrote none.
+        # Older releases wrote neither.
         self.run = str(state.get("run", ""))
+        self.corpora.restore(state.get("corpora", {}))

@@ -82,6 +82,14 @@ class Hello(NamedTuple):
     speaks: int = PROTOCOL
     # Id of the run that this incarnation has joined; "" if it has joined none, or the run has no id.
     run: str = ""
+    # Name of the corpus of its own whose samples it leases; "" for the corpus of the run.
+    corpus: str = ""
+    # Length and digest of that corpus; "" for the corpus of the run, which the fingerprint describes.
+    content: str = ""
+    # Training samples of its corpus in one epoch, 0 if unknown.
+    corpus_samples: int = 0
+    # Digest of the tokenizer that made its token ids, "" if unknown: islands with other corpora must have the same.
+    tokenizer: str = ""
 
 
 class Arrived(NamedTuple):

@@ -2,8 +2,10 @@
 
 import json
 from dataclasses import MISSING, asdict, fields
+from hashlib import blake2s
 from typing import Any
 
+from diloco_jax.protocol.corpora import OwnCorpus
 from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS
 from diloco_jax.protocol.syncer.subscribers import MODEL_LAYOUT
 from diloco_jax.settings.run import RunConfig
@@ -22,7 +24,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str, base: str
     for part in (data, *data.get("mixture", {}).values()):
         # The same corpus may be stored elsewhere on another machine. `corpus` compares its content.
         part.pop("path", None)
-    for own in ("evaluation", "tokenizer", "prefetch"):
+    for own in ("evaluation", "tokenizer", "prefetch", "corpus"):
         data.pop(own, None)
     pairs = {
         "run": config.name,
@@ -35,12 +37,29 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str, base: str
         "wire": f"{config.wire.up} up, {config.wire.down} down, states {config.wire.states}",
         "adoption": f"{config.adopt.mode} {config.adopt.alpha}",
         "inner optimizer": json.dumps(_differing(config.optimizer), sort_keys=True),
-        "data": json.dumps(data, sort_keys=True),
-        "corpus": corpus,
+        # A corpus that stays at its site is compared with those of the same name only (`own_corpus`).
+        "data": "" if config.data.corpus else json.dumps(data, sort_keys=True),
+        "corpus": "" if config.data.corpus else corpus,
     }
     if config.model.lora.rank:
         pairs |= {"adapters": json.dumps(asdict(config.model.lora), sort_keys=True), "base weights": base}
     return tuple(sorted(pairs.items()))
+
+
+def own_corpus(config: RunConfig, content: str, samples: int, tokenizer: str) -> OwnCorpus:
+    """Describe the corpus that a learner reads for the syncer.
+
+    Args:
+        content: length and digest of what it reads; "" if unknown.
+        samples: training samples in one epoch; 0 if unknown.
+        tokenizer: digest of the tokenizer of its token ids; "" if unknown.
+    """
+    data = config.data
+    if data.corpus:
+        # Positions mean the same samples only where the corpus is cut and shuffled in the same way.
+        cut = f"{data.documents} {data.held_out_fraction} {data.shuffle_seed} {config.train.seq_len}"
+        content = f"{content}, cut as {blake2s(cut.encode(), digest_size=4).hexdigest()}"
+    return OwnCorpus(data.corpus, content if data.corpus else "", samples, tokenizer)
 
 
 def _differing(section: Any) -> dict[str, Any]:

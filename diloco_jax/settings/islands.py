@@ -5,6 +5,7 @@ from math import inf
 from typing import Literal, NamedTuple
 
 from diloco_jax.settings.slices import Generation, Topology
+from diloco_jax.training.data.config import OwnDataConfig
 from diloco_jax.training.sharding import MeshConfig
 
 Controller = Literal["processes", "single"]
@@ -35,6 +36,9 @@ class IslandOverride:
     """See islands.batch_size. Set it if this island differs from the others in speed or memory."""
     zone: str | None = None
     """See islands.zone. Set it for each island if islands are in different zones."""
+    data: OwnDataConfig | None = None
+    """A corpus of this island's own. Set it if the island's data must stay at its site, or differs from that of the
+    others; tokenizer, vocabulary and train.seq_len are those of the run."""
 
 
 class IslandConfig(NamedTuple):
@@ -189,7 +193,7 @@ class IslandsConfig:
     def _own(self, name: str) -> IslandConfig:
         """Return an island's settings before anything is derived from them."""
         other = self.each.get(name, IslandOverride())
-        own = {each.name: getattr(other, each.name) for each in fields(IslandOverride)}
+        own = {each.name: getattr(other, each.name) for each in fields(IslandOverride) if each.name != "data"}
         given = {key: getattr(self, key) if value is None else value for key, value in own.items()}
         if given["devices"] != AUTO and not 1 <= given["devices"] <= DEVICES_MAX:
             where = f"islands.each.{name}" if other.devices is not None else "islands"

@@ -3,7 +3,7 @@
 Every section is a frozen dataclass beside the code that it configures. `text.py` reads and writes a RunConfig as YAML.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget, Limits
 from diloco_jax.settings.cloud import CloudConfig, GpuConfig
-from diloco_jax.settings.islands import IslandConfig, IslandsConfig
+from diloco_jax.settings.islands import IslandConfig, IslandOverride, IslandsConfig
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.models.config import OF_TOKENS, ModelConfig
 from diloco_jax.training.named import check_setting
@@ -337,6 +337,11 @@ class RunConfig:
                 f"{self.protocol.quorum} of {count} islands, so the first to finish would be merged alone; "
                 f"set the quorum to {count}, or overlap_steps to at least 1"
             )
+        if self.algorithm == "data_parallel" and not self.shares_corpus:
+            raise ValueError(
+                "algorithm data_parallel has no islands, so nobody reads islands.each.NAME.data; name all sources in "
+                "data.mixture"
+            )
         if self.protocol.learners_max < count:
             raise ValueError(f"protocol.learners_max is {self.protocol.learners_max}, islands.count {count}; raise it")
         # A user's own loops choose their batches.
@@ -441,6 +446,23 @@ class RunConfig:
                 f"model.args.vocab_size is {have}, but the data has ids below {need}; raise it, or correct "
                 "data.vocab_size"
             )
+
+    def of_island(self, name: str) -> "RunConfig":
+        """Return this config with the data of one island, which may have a corpus of its own."""
+        own = self.islands.each.get(name, IslandOverride()).data
+        return self if own is None else replace(self, data=own.over(self.data, name))
+
+    @property
+    def shares_corpus(self) -> bool:
+        """True if an island reads the corpus that `data` names."""
+        each = self.islands.each
+        return not self.data.corpus and any(each.get(n, IslandOverride()).data is None for n in self.islands.names)
+
+    @property
+    def corpora(self) -> dict[str, "RunConfig"]:
+        """Return the config of an island for each corpus of the run, by the name of the corpus; "" is the run's."""
+        made = [self.of_island(name) for name in self.islands.names]
+        return {config.data.corpus: config for config in reversed(made)}
 
     def island(self, name: str) -> IslandConfig:
         """Return the settings of one island; a learner whose name is not in `islands.names` has the common settings."""

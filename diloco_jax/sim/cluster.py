@@ -48,7 +48,7 @@ class Cluster:
         for name in scenario.names:
             step_s = scenario.step_s * (1 + scenario.speed_spread * random.random())
             pace = paces[name] if paces is not None else Steady(step_s, scenario.step_noise, random)
-            self.nodes[name] = Node(name, pace, random.randint(*scenario.step_samples))
+            self.nodes[name] = Node(name, pace, random.randint(*scenario.step_samples), scenario.corpus_of(name))
         learners = {
             name: LearnerDriver(
                 world, node, lambda *who: self.syncer_node.accept(*who), self._stop_if_complete, make_learner

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+from diloco_jax.protocol.corpora import OwnCorpus
 from diloco_jax.protocol.effects import AdoptState, Drop, Effect, EvaluateModel, Finish, SaveState, Send, Stage, Unstage
 from diloco_jax.protocol.learner.machine import STOPPED
 from diloco_jax.protocol.learner.mailbox import Mailbox
@@ -32,6 +33,8 @@ DIAL_S = 0.01
 # Time until a process that was refused or expelled is started again.
 SUPERVISOR_S = 1.0
 SAVED_KEPT = 2
+# Samples in one epoch of a corpus.
+CORPUS_SAMPLES = 100
 # The machine leaves it to the driver to fill in the payload of these.
 FILLED = frozenset((StateChunk, AnchorValue))
 # The simulator copies no arrays, so these need no action.
@@ -77,7 +80,8 @@ class LearnerDriver:
         who = (node.name, node.incarnation)
         saved = node.saved[-1].described if node.saved else None
         sizes = dict.fromkeys(range(scenario.config.num_fragments), scenario.payload_bytes)
-        described = {"step_samples": node.step_samples, "saved": saved, "payload_bytes": sizes}
+        corpus = OwnCorpus(node.corpus, f"the text of {node.corpus}" if node.corpus else "", CORPUS_SAMPLES, "words")
+        described = {"step_samples": node.step_samples, "saved": saved, "payload_bytes": sizes, "corpus": corpus}
         machine = self._make(*who, scenario.config, FINGERPRINT, **described)
         holdings = Holdings(*who, scenario, self._world.steps)
         node.process = process = LearnerProcess(node, *who, machine, Mailbox(machine), holdings)

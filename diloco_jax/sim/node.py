@@ -141,6 +141,7 @@ class Node:
         name: the learner's name.
         pace: pace of its steps.
         step_samples: samples in an inner step.
+        corpus: name of the corpus whose samples it leases.
         factor: how many times longer its steps take in the current slow phases.
         poisoned: number of current phases that make its values unusable.
         incarnation: number of its newest process.
@@ -152,6 +153,7 @@ class Node:
     name: str
     pace: StepPace
     step_samples: int
+    corpus: str = ""
     factor: float = 1.0
     poisoned: int = 0
     incarnation: int = 0

@@ -35,6 +35,8 @@ class Scenario:
     """Every step takes up to this share longer, drawn for each step."""
     step_samples: tuple[int, int] = (1, 1)
     """Fewest and most samples in an inner step; each learner draws its own number once."""
+    corpora: tuple[str, ...] = ()
+    """Name of each learner's corpus, in the order of the learners; a name that is empty or missing is the run's."""
     sample_tokens: int = 1024
     """Tokens in one sample."""
     reads_ahead: bool = True
@@ -82,6 +84,10 @@ class Scenario:
     def names(self) -> tuple[str, ...]:
         """Names of all learners."""
         return tuple(f"island-{number}" for number in range(self.learners))
+
+    def corpus_of(self, name: str) -> str:
+        """Return the name of a learner's corpus."""
+        return dict(zip(self.names, self.corpora, strict=False)).get(name, "")
 
     @property
     def budget(self) -> Budget:

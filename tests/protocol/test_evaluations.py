@@ -112,7 +112,7 @@ def test_turns_are_fair_and_those_that_lag_behind_come_last() -> None:
     syncer, _ = asked("a", "b", "c", total_steps=99, every=1)
     ranks: list[str] = []
     for number in range(1, 7):
-        ranks.append(syncer.evaluations.asked)
+        ranks.append(*syncer.evaluations.asked)
         syncer.on_message(score(ranks[-1], number), 4.0)
         syncer.progress.global_step += 5
         for name in "ab":

@@ -289,10 +289,10 @@ def test_samples_go_to_others_when_their_learner_does_not_come_back() -> None:
         syncer.on_message(Heartbeat("b", 1), float(now_s))
     for now_s in range(2, 22):
         syncer.on_tick(float(now_s))
-        assert "a" in syncer.leases.holdings
+        assert "a" in syncer.leases.holders
     for now_s in range(22, 26):
         syncer.on_tick(float(now_s))
-    assert "a" not in syncer.leases.holdings and syncer.leases.fates == Fates(16, 0, 0, 8, 8)
+    assert "a" not in syncer.leases.holders and syncer.leases.fates == Fates(16, 0, 0, 8, 8)
 
 
 def test_samples_of_a_silent_learner_go_to_others_too() -> None:

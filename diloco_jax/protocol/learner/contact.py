@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.corpora import OwnCorpus
 from diloco_jax.protocol.effects import Effects, Send
 from diloco_jax.protocol.learner.anchors import Anchors
 from diloco_jax.protocol.learner.recovery import PATIENCE_SILENCES
@@ -23,6 +24,8 @@ class Contact:
     config: ProtocolConfig
     # Whether the driver can evaluate the global model.
     evaluates: bool
+    # The corpus that it reads.
+    corpus: OwnCorpus
     connected: bool = False
     # When the newest message of the syncer was taken, or the link was opened.
     heard_s: float = 0.0
@@ -82,7 +85,9 @@ class Contact:
         who = (self.learner_id, self.incarnation, self.fingerprint)
         data = (allotment.step_samples, allotment.granted)
         hello = messages.Hello(*who, versions, digests, anchors.epoch, *data)
-        self.effects.append(Send(SYNCER, hello._replace(evaluates=self.evaluates, run=self.run)))
+        self.effects.append(
+            Send(SYNCER, hello._replace(evaluates=self.evaluates, run=self.run, **self.corpus._asdict()))
+        )
 
     def lost_track(self, now_s: float) -> bool:
         """Return whether the syncer has been silent for so long that it may have forgotten this learner."""

@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import assert_never
 
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.corpora import THE_RUNS, OwnCorpus
 from diloco_jax.protocol.effects import Adopt, Drop, Effect, Effects, EvaluateModel, Finish, SaveState, Send
 from diloco_jax.protocol.learner.anchors import GAP, USEFUL, Anchors, Heads
 from diloco_jax.protocol.learner.contact import Contact
@@ -137,6 +138,7 @@ class Learner:
         adopt_mode: what adopting a global value leaves of the work before it; `Stager` lists the modes.
         payload_bytes: fragment -> size of its encoded value; 0 where it is missing.
         evaluates: whether the driver can evaluate the global model.
+        corpus: the corpus that it reads.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class Learner:
         adopt_mode: str = "overwrite",
         payload_bytes: Mapping[int, int] = MappingProxyType({}),
         evaluates: bool = True,
+        corpus: OwnCorpus = THE_RUNS,
     ) -> None:
         self.learner_id = learner_id
         self.incarnation = incarnation
@@ -167,7 +170,7 @@ class Learner:
         self.schedule_clock = ScheduleClock()
         self.anchors = Anchors(effects, config.num_fragments)
         self.heads = Heads()
-        self.contact = Contact(effects, learner_id, incarnation, fingerprint, config, evaluates)
+        self.contact = Contact(effects, learner_id, incarnation, fingerprint, config, evaluates, corpus)
         self.examination = Examination(effects, learner_id, incarnation, self.anchors)
         self.start = Start(effects, learner_id, incarnation, config, saved)
         self.allotment = Allotment(step_samples, config.lease_ahead_steps)

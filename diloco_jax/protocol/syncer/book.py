@@ -28,7 +28,7 @@ from diloco_jax.protocol.closing import (
     least_wait_s,
 )
 from diloco_jax.protocol.effects import Contribution, Discard, Drop, Effects, Merge, SaveSnapshot, Send
-from diloco_jax.protocol.leases import LeaseBook
+from diloco_jax.protocol.leases import LeaseBooks
 from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, PullRequest
@@ -51,7 +51,7 @@ class RoundBook:
     # The versions that rounds make.
     downstream: Downstream
     # The data leases, which record what was merged.
-    leases: LeaseBook
+    leases: LeaseBooks
     # The last evaluation follows the last round.
     evaluations: Evaluations
     turns: Turns
@@ -390,7 +390,7 @@ class RoundBook:
             )
             progress.merged_tokens += credit.merge(round_.told_tokens[contribution.learner_id], tokens)
             credit.merged_mark, credit.strikes, credit.alarmed = progress.merged_rounds, 0, False
-            self.leases.on_merged(
+            self.leases.of(member.corpus).on_merged(
                 contribution.learner_id, fragment_id, version, contribution.samples, contribution.since
             )
             present.append(member)

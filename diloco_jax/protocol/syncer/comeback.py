@@ -27,7 +27,7 @@ from math import inf
 from typing import Any
 
 from diloco_jax.protocol.effects import Drop, Effects, Restore, Send
-from diloco_jax.protocol.leases import LeaseBook
+from diloco_jax.protocol.leases import LeaseBooks
 from diloco_jax.protocol.member import DISCONNECTED, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import NO_VERSION, STOPPED_OUTSIDE, AnchorRequest, AnchorValue
@@ -214,7 +214,7 @@ class Comeback:
     downstream: Downstream
     # The rounds, which are paused until the syncer has what it lost.
     rounds: RoundBook
-    leases: LeaseBook
+    leases: LeaseBooks
     # What learners are still to bring; None if nothing is missing.
     restoring: Restoring | None = None
 

@@ -11,7 +11,7 @@ Rules of this file
 
 Each part of the machine has its own subject: Progress how far the run is, and Downstream the newest versions
 (progress.py); Membership and Roster the learners (membership.py, roster.py); RoundBook the rounds in flight (book.py);
-LeaseBook the data (leases.py); Matchmaker the transfers of states between learners (matchmaker.py); Evaluations the
+LeaseBooks the data (leases.py); Matchmaker the transfers of states between learners (matchmaker.py); Evaluations the
 evaluations of the global model (evaluations.py); Comeback what a restarted syncer lacks (comeback.py).
 """
 
@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from diloco_jax.protocol import bounds, messages
 from diloco_jax.protocol.effects import Drop, Effect, Effects, Send
-from diloco_jax.protocol.leases import LeaseBook
+from diloco_jax.protocol.leases import LeaseBooks
 from diloco_jax.protocol.member import DISCONNECTED, SILENT, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, Hello, LearnerMessage, StateMessage, StepReport
@@ -64,7 +64,7 @@ class Syncer:
             total_steps, budget, config.tokens_per_step_factor_max, config.groups.gap_max + config.overlap_steps
         )
         self.membership = members = Membership(fingerprint, config.num_fragments, config.learners_max)
-        self.leases = leases = LeaseBook(config.num_fragments)
+        self.leases = leases = LeaseBooks(config.num_fragments)
         self.downstream = down = Downstream(effects, config, progress, payload_bytes, delta_bytes)
         self.evaluations = Evaluations(effects, plan, config, progress, members, down)
         self.rounds = rounds = RoundBook(
@@ -176,8 +176,7 @@ class Syncer:
             return
         # Any other report is a duplicate, or a newer one overtook it: it is a sign of life.
         if local_step > member.local_step:
-            if self.leases.unconfirmed:
-                self.leases.on_held(message.adopted)
+            self.leases.on_held(message.adopted)
             steps, news = local_step - member.local_step, message.tokens - member.tokens
             tokens = member.tokens + self.progress.plausible(news, steps, member, self.membership)
             member.record(message, tokens, self.config, now_s)
@@ -361,7 +360,7 @@ class Syncer:
         """Describe what the next round waits for."""
         restoring = self.comeback.restoring
         if self.progress.finished:
-            who = self.evaluations.asked or "a learner to come back"
+            who = ", ".join(self.evaluations.asked) or "a learner to come back"
             final = f"the evaluation of the final model, by {who}"
             return final if self.evaluations.open else "nothing: the run is complete"
         if restoring is not None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from diloco_jax.protocol.effects import Effects, Send
-from diloco_jax.protocol.leases import LeaseBook
+from diloco_jax.protocol.leases import LeaseBooks
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import ON_PURPOSE, Expel, Hello, Lease, StepReport
@@ -23,7 +23,7 @@ class Roster:
     config: ProtocolConfig
     progress: Progress
     membership: Membership
-    leases: LeaseBook
+    leases: LeaseBooks
     matches: Matchmaker
     rounds: RoundBook
     comeback: Comeback
@@ -44,14 +44,14 @@ class Roster:
             if name in this.values:
                 this.former.add(name)
         self.rounds.owing.pop(name, None)
-        self.leases.forget(name)
+        self.leases.of(known.corpus).forget(name)
 
     def check_silence(self, now_s: float) -> None:
         """Find members that have fallen silent, and give the data of those lost for long to others."""
         for member in self.membership.expired(self.config.silence_s, now_s):
             self.lose(member, SILENT, f"not heard for {self.config.silence_s} s", now_s)
         if not self.progress.finished:
-            for name in sorted(self.leases.holdings):
+            for name in self.leases.holders:
                 member = self.membership.members[name]
                 if member.state in (DISCONNECTED, SILENT) and now_s - member.since_s >= self.config.release_s:
                     self.release(member)
@@ -77,15 +77,16 @@ class Roster:
             # It reads its own data.
             return
         name, ahead = member.learner_id, self.config.lease_ahead_steps * member.step_samples
-        holding = self.leases.holdings.get(name)
+        book = self.leases.of(member.corpus)
+        holding = book.holdings.get(name)
         if holding is not None and message.granted > holding.granted:
             # An epoch of the syncer whose records are lost granted these leases.
             self.release(member)
-            self.leases.forget(name)
+            book.forget(name)
             holding = None
         if holding is None:
             # The learner is new, or was lost for so long that its data went to others.
-            holding = self.leases.open(name, message.granted)
+            holding = book.open(name, message.granted)
         leases: list[Lease] = []
         used, repeats = holding.settled, True
         if isinstance(message, StepReport):
@@ -97,7 +98,7 @@ class Roster:
         unused = holding.granted - used
         if 2 * unused <= ahead and not self.progress.finished:
             steps = -(-(ahead - unused) // member.step_samples)
-            leases = leases + self.leases.grant(name, steps * member.step_samples)
+            leases = leases + book.grant(name, steps * member.step_samples)
         if leases:
             member.lease_step = member.local_step
             self.effects.extend([Send(name, lease) for lease in leases])
@@ -119,7 +120,7 @@ class Roster:
     def release(self, member: Member) -> None:
         """Give the data that a lost incarnation did not finish to others; it requests no state any more."""
         self.matches.on_done(member.learner_id)
-        count = self.leases.release(member.learner_id)
+        count = self.leases.of(member.corpus).release(member.learner_id)
         if count:
             self._note("released", member, f"its {count} leased samples go to others")
 

@@ -44,6 +44,8 @@ REMEDIES = {
     "disk": "free space there, or lower checkpoints.keep; a full disk stops the merging, not the training",
     "certificate": "`diloco certs FOLDER ... --renew 30`, and copy the new files over the old ones; no restart",
     "clock": "let NTP (chrony, systemd-timesyncd) set both clocks; logs and certificates need them",
+    "rising": "look at that data and at its island's share in rounds; more weight, or a shorter protocol.sync_every, helps "
+    "a corpus that differs from the others",
     "evaluation": "`diloco eval RUN` evaluates a snapshot; the next evaluation is asked for by itself",
 }
 # By kind: the text of an alarm that is over.
@@ -66,6 +68,7 @@ PAST = {
     "disk": "the syncer's disk was nearly full",
     "certificate": "a certificate was about to expire",
     "clock": "the clock of {who} was wrong",
+    "rising": "the loss on one corpus rose",
     "evaluation": "an evaluation failed",
 }
 # An alarm is raised again after so many seconds without its cause, or with it, so that logs stay short.

@@ -67,8 +67,8 @@ def _condition(syncer: Syncer, member: Member, median_s: float | None, now_s: fl
             return "recovering", since_s, f"loads the state of {donor}"
         return "joining", since_s, f"alive, last heard {quiet_s:.1f} s ago; loads, compiles or downloads"
     assert member.state == ACTIVE, f"{name} is {member.state}"
-    if name == syncer.evaluations.asked:
-        return "evaluating", syncer.evaluations.asked_s, "evaluates the global model between two of its steps"
+    if name in (asked := syncer.evaluations.asked):
+        return "evaluating", asked[name], "evaluates the global model between two of its steps"
     if strikes:
         return "striking", since_s, f"{strikes} of {syncer.config.strikes_max} strikes"
     owed = syncer.rounds.owing.get(name)
@@ -88,7 +88,8 @@ def _rest(syncer: Syncer, member: Member, now_s: float) -> str:
     """Return what happens to the leased data of a disconnected learner; "" if it reads its own."""
     if not member.step_samples:
         return ""
-    if member.learner_id not in syncer.leases.holdings:
-        return "; what it left undone goes to others"
+    if member.learner_id not in syncer.leases.of(member.corpus).holdings:
+        whose = f"the next island that reads {member.corpus!r}" if member.corpus else "others"
+        return f"; what it left undone goes to {whose}"
     after_s = max(0.0, syncer.config.release_s - (now_s - member.since_s))
     return f"; its data goes to others in {after_s:.0f} s"

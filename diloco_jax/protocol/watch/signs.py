@@ -187,7 +187,7 @@ class Crowd:
         chosen = syncer.config.lockstep or not syncer.config.grace_steps_max
         if chosen or not median_s or syncer.rounds.awaits_starters:
             return 0.0
-        away = {*troubled, syncer.evaluations.asked}
+        away = {*troubled, *syncer.evaluations.asked}
         sound = [m for name, m in members.items() if m.state == ACTIVE and name not in away]
         sound = [m for m in sound if not (m.credit.strikes or m.credit.alarmed)]
         return sum(min(1.0, median_s / m.step_s) for m in sound if m.step_s)

@@ -13,7 +13,7 @@ from diloco_jax.runtime.island.host import DATA_WAIT, Ranges
 from diloco_jax.runtime.island.model_evaluation import ModelEvaluation
 from diloco_jax.runtime.island.threads import placed
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.data.corpus import load_source
+from diloco_jax.training.data.corpus import Source, load_source
 from diloco_jax.training.data.order import SampleOrder
 from diloco_jax.training.data.sample import Sample, batch_shapes
 from diloco_jax.training.island import Island, StepHandle
@@ -143,6 +143,8 @@ class BuiltInLoop:
         source = load_source(config.data, config.train.seq_len)
         # Description of the data, so that processes can compare what they read.
         self.corpus = source.corpus
+        self.epoch_samples = len(source.train)
+        self.tokenizer = source.tokenizer.digest if source.tokenizer else ""
         self.batch_size = own.batch_size  # samples per step
         self.prefetch = config.data.prefetch  # batches ahead
         self._sample = source.train[0]
@@ -160,8 +162,22 @@ class BuiltInLoop:
         )
         # The evaluation of the run's model.
         self.evaluate = ModelEvaluation(config, self.island.blueprint, source, self.island.base.values)
+        # Batches of each corpus that this loop reads, and its description; an island reads one.
+        self._feeds: dict[str, tuple[Feed, str]] = {}
+        self._feed = self._read(config, source)
+
+    def _read(self, config: RunConfig, source: Source) -> Feed:
         order = SampleOrder(source, config.data.shuffle_seed + config.seed)
-        self._feed = Feed(self.island, order, self._sample, self.prefetch, self.batch_size)
+        feed = Feed(self.island, order, self._sample, self.prefetch, self.batch_size)
+        self._feeds[config.data.corpus] = feed, source.corpus
+        return feed
+
+    def turn_to(self, config: RunConfig) -> str:
+        """Take the next samples from the corpus of another island, in the same form; return its description."""
+        if config.data.corpus not in self._feeds:
+            self._read(config, load_source(config.data, config.train.seq_len))
+        self._feed, corpus = self._feeds[config.data.corpus]
+        return corpus
 
     def warm_up(self, batch_size: int = 0) -> None:
         """Compile the inner step, for `batch_size` samples if given; any thread may call it."""
@@ -184,4 +200,5 @@ class BuiltInLoop:
         return {**metrics, DATA_WAIT: self._feed.waited_s()}
 
     def close(self) -> None:
-        self._feed.close()
+        for feed, _ in self._feeds.values():
+            feed.close()

@@ -49,6 +49,7 @@ from diloco_jax.runtime.records.files import STATES
 from diloco_jax.runtime.records.liveness import machine_number
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, RefusedForGood
+from diloco_jax.settings.fingerprint import own_corpus
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.exchanged import ExchangedState
@@ -133,6 +134,10 @@ class StepSize(NamedTuple):
     tokens: int  # per step
     # Description of the data, so that islands can compare what they read; "" if unknown.
     corpus: str = ""
+    # Training samples in one epoch of the data, 0 if unknown.
+    epoch_samples: int = 0
+    # Digest of the tokenizer that made its token ids, "" if unknown.
+    tokenizer: str = ""
     # Digest of the weights below the model's adapters; "" without adapters.
     base: str = ""
 
@@ -164,6 +169,7 @@ class Joined:
             adopt_mode=run.config.adopt.mode,
             payload_bytes=dict(enumerate(run.payload_bytes(wire.up))),
             evaluates=host.evaluates,
+            corpus=own_corpus(run.config, size.corpus, size.epoch_samples, size.tokenizer),
         )
         self._host = host
         self._states = joining.run_dir / STATES / joining.learner_id

@@ -49,7 +49,9 @@ class LearnerRun:
         self.loop = loop = make_loop(joining.config, joining.learner_id, devices)
         self.host = host = joining.host(loop.island, loop.warm_up, loop.evaluate, stop)
         tokens = loop.batch_size * host.run.config.train.seq_len
-        size = StepSize(loop.batch_size, tokens, loop.corpus, loop.island.base.digest)
+        size = StepSize(
+            loop.batch_size, tokens, loop.corpus, loop.epoch_samples, loop.tokenizer, loop.island.base.digest
+        )
         payloads = make_sender(host, signals.fail)
         metrics = metrics_of(host.run.config, joining.learner_id, loop.island)
         self.joined = Joined(joining, host, size, signals, payloads, metrics)

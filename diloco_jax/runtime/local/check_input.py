@@ -49,11 +49,25 @@ def check_input(config: RunConfig) -> None:
                 "start `diloco syncer` and your loops yourself (docs/join.md)"
             )
         return
-    check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
-    check_tokenizer(config)
+    _check_corpora(config)
     blueprint = _check_model(config)
     make_setup(resolve(config, blueprint.shapes, blueprint.kinds))
     Scorer(config.evaluation)
+
+
+def _check_corpora(config: RunConfig) -> None:
+    """Check every corpus of the run, and that all have one tokenizer."""
+    known: dict[str, str] = {}
+    for name, each in config.corpora.items():
+        check_source(each.data, config.train.seq_len, config.train.eval_batch_size)
+        check_tokenizer(each)
+        tokenizer = tokenizer_of(each.data)
+        known |= {tokenizer.digest: name} if tokenizer else {}
+    if len(known) > 1:
+        one, other = [name or "the run" for name in [*known.values()][:2]]
+        raise ValueError(
+            f"the corpora of {one} and {other} have different tokenizers; tokenize both with one (`diloco tokenize`)"
+        )
 
 
 def check_parts(config: RunConfig, *, weights: bool = True) -> None:

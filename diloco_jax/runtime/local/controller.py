@@ -189,7 +189,7 @@ class IslandsRun:
         try:
             incarnation, devices = next_incarnation(self.run_dir, name), self._devices[name]
             with closing(island_pulse(self.config, self.run_dir, name)) as pulse, jax.default_device(devices[0]):
-                joining = Joining(self.config, name, incarnation, self.address, self.run_dir, pulse)
+                joining = Joining(self.config.of_island(name), name, incarnation, self.address, self.run_dir, pulse)
                 reason = self.kind(joining, stop, devices=devices, explain=self._explain).run()
             self._complete = self._complete or reason == RUN_COMPLETE
             log.info(f"{name}: {reason}")

@@ -92,7 +92,7 @@ def shared_by_several(config: RunConfig, machine: Machine) -> list[str]:
 def compiled_loop(config: RunConfig, island: str, report: Report = lambda words: None) -> BuiltInLoop:
     """Return the loop of an island with all of its programs compiled, and stored in the folder of `keep_programs`."""
     report(LOADING)
-    loop = BuiltInLoop(config, island)
+    loop = BuiltInLoop(config.of_island(island), island)
     host = Host(resolve(config, loop.island.shapes, loop.island.kinds), loop.island, loop.warm_up, loop.evaluate)
     host.warm_up(report)
     report("compiling the evaluation")

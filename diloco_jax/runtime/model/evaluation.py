@@ -12,10 +12,11 @@ import numpy as np
 from flax import nnx
 
 from diloco_jax.core.kinds import inverse, with_order
+from diloco_jax.protocol.leases import COMMON
 from diloco_jax.settings.run import EvaluationConfig, RunConfig
 from diloco_jax.training.base import read_base
 from diloco_jax.training.blueprint import Blueprint
-from diloco_jax.training.data.corpus import Source, load_source
+from diloco_jax.training.data.corpus import Source, load_source, united
 from diloco_jax.training.data.order import check_source
 from diloco_jax.training.examiner import Examiner
 from diloco_jax.training.named import failure, make_named
@@ -104,7 +105,7 @@ class RunModel:
 
     @cached_property
     def _source(self) -> Source:
-        return load_source(self._config.data, self._config.train.seq_len)
+        return run_source(self._config)
 
     @property
     def num_parameters(self) -> int:
@@ -154,6 +155,19 @@ class RunModel:
         return self._blueprint.model(params, other)
 
 
+def run_source(config: RunConfig) -> Source:
+    """Return the data of a run; of islands with corpora of their own, equal shares, with an evaluation set for each.
+
+    Raises:
+        ValueError: This machine cannot read a corpus; the message names it.
+    """
+    corpora = config.corpora
+    if list(corpora) == [COMMON]:
+        return load_source(config.data, config.train.seq_len)
+    parts = {name or "run": load_source(each.data, config.train.seq_len) for name, each in sorted(corpora.items())}
+    return united(parts, (1.0,) * len(parts))
+
+
 class Evaluator(RunModel):
     """The model of a run with its data, for evaluation.
 
@@ -167,15 +181,18 @@ class Evaluator(RunModel):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.scorer = Scorer(config.evaluation)
-        # A wrong source raises now instead of at the first evaluation.
-        if not config.data.remote:
+        # A wrong source raises now instead of at the first evaluation. Only islands have corpora of their own.
+        if config.shares_corpus and not config.data.remote:
             check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
-            _ = self._source
+            _ = self.corpus
 
-    @property
+    @cached_property
     def corpus(self) -> str:
-        """Return the description of the evaluation's data, so that processes can compare it."""
-        return self._source.corpus
+        """Return the description of the run's corpus, so that processes can compare it; "" if no island reads it."""
+        config = self._config
+        if not config.shares_corpus:
+            return ""
+        return (self._source if len(config.corpora) == 1 else load_source(config.data, config.train.seq_len)).corpus
 
     def evaluate(self, parameters: Mapping[str, np.ndarray], max_batches: int, global_step: int = 0) -> dict[str, Any]:
         """Compute the mean held-out loss of these parameters.

@@ -83,7 +83,7 @@ def enter(syncer: str | None, arrays: LoopArrays, options: LoopOptions) -> Stepp
     check_options(options)
     end_refused()
     here, own = reach(syncer, options)
-    config = unless_typed(introduce(own, here.name, arrays.initial, arrays.forms))
+    config = unless_typed(introduce(own, here.name, arrays.initial, arrays.forms)).of_island(here.name)
     die_with_parent()
     incarnation, hosts, data = here.incarnation, None, options.get("data", "leased")
     if jax.process_count() > 1:

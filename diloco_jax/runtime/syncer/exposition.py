@@ -117,6 +117,14 @@ PROCESS_ROWS = (
         lambda facts: facts.samples,
     ),
     ProcessRow(
+        Series("diloco_corpus_epochs", "gauge", "", "epochs of each corpus of islands with their own", "corpus"),
+        lambda facts: facts.epochs,
+    ),
+    ProcessRow(
+        Series("diloco_corpus_loss", "gauge", "", "held-out loss on each corpus of islands with their own", "corpus"),
+        lambda facts: facts.losses,
+    ),
+    ProcessRow(
         Series("diloco_values_rejected_total", "counter", "", "values that merges left out, in this process", "island"),
         lambda facts: facts.rejected,
     ),
@@ -321,6 +329,8 @@ class Exposition(Collector):
             overlap_steps=config.protocol.overlap_steps,
             abandoned=published.abandoned,
             samples=status["samples"],
+            epochs={row["corpus"] or "run": row["epochs"] for row in status["corpora"]},
+            losses={row["corpus"] or "run": row["loss"] for row in status["corpora"]},
             rejected={name: published.rejected[name] for name in self._names},
             alarms={kind: sum(each["kind"] == kind for each in status["alarms"]) for kind in REMEDIES},
             unlisted=sum(each["learner"] not in self._names for each in status["learners"]),

@@ -21,6 +21,7 @@ from diloco_jax.protocol.messages import (
     StepReport,
 )
 from diloco_jax.protocol.watch.alarms import Alarm, AlarmBook, alarms_of, starving
+from diloco_jax.protocol.watch.sites import RisingLosses, corpora_of
 from diloco_jax.protocol.watch.terms import WAITING
 from diloco_jax.protocol.watch.time_left import TimeLeft
 from diloco_jax.runtime.figures import table
@@ -77,6 +78,7 @@ class Watch:
         self._told_s: float | None = None
         # Results of the newest evaluation.
         self.eval_loss, self.eval_scores = self.earlier.eval_loss, dict[str, float | None]()
+        self._rising = RisingLosses()
         # Global step of the evaluated model.
         self._eval_step = self.earlier.eval_step
         self.eval_bits: float | None = None
@@ -193,6 +195,7 @@ class Watch:
         else:
             self.eval_alarms.clear()
         self.eval_loss, self.eval_bits, self.eval_scores = score.loss, bits, finite_or_none
+        self._rising.on_score(score)
         self._eval_step = score.global_step
         record = {"kind": "eval", "t": now_s, "loss": score.loss, "bits_per_byte": bits, "scores": finite_or_none}
         record |= {"global_step": score.global_step, "tokens": tokens}
@@ -210,7 +213,7 @@ class Watch:
         found = [*self.machine_alarms.alarms(now_s), *alarms_of(machine, self.context.stats, now_s)]
         found = [alarm for alarm in found if not (alarm.kind == "gone" and alarm.who in self._awaited)]
         found += starving({name: self._metrics[name] for name in active if name in self._metrics})
-        found += [Alarm("evaluation", "", text) for text in self.eval_alarms]
+        found += [Alarm("evaluation", "", text) for text in self.eval_alarms] + self._rising.alarms()
         if self.eval_loss is not None and not isfinite(self.eval_loss):
             found.append(Alarm("loss", "", f"the loss of the newest evaluation is {self.eval_loss}"))
         changes = self._book.look(found, now_s)
@@ -268,6 +271,7 @@ class Watch:
             eval_loss=self.eval_loss,
             eval_step=self._eval_step,
             eval_scores=self.eval_scores,
+            corpora=corpora_of(context.machine, self.eval_scores),
             wire=self.wire(),
             metrics=self._metrics,
             processes=self._processes,

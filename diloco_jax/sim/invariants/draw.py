@@ -33,6 +33,8 @@ KINDS = tuple(WEIGHTS)
 HOSTILE_SHARE = 0.15
 # Share of seeds with a learner whose answers to pulls are lost or late for a while.
 OWED_SHARE = 0.2
+# Share of seeds in which some learners have corpora of their own.
+CORPORA_SHARE = 0.4
 # Share of seeds whose fragments have different periods, or whose periods change during the run.
 PERIODS_SHARE = 0.3
 # Share of seeds whose learners may wait for fragments.
@@ -96,6 +98,10 @@ def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
         duration_s = own.uniform(0.3, 1.0) * (until_s - at_s)
         fault = Fault(at_s, own.choice(("mute", "late")), (own.choice(stayers),), duration_s, late_s)
         drawn = replace(drawn, faults=tuple(sorted((*drawn.faults, fault))))
+    own = Random(f"corpora of {seed}")
+    if own.random() < CORPORA_SHARE:
+        # Some learners share a corpus, some have their own, and some read the run's.
+        drawn = replace(drawn, corpora=tuple(own.choices(("", "a", "b", "c"), k=learners)))
     own = Random(f"hostile of {seed}")
     others = [name for name in stayers[1:] if name not in leaving]
     if not others or not (own.random() < HOSTILE_SHARE or hostile):

@@ -47,13 +47,15 @@ class LeasesAccount(Checker):
         self._tell()
 
     def _compare(self) -> None:
-        """Compare the book with the machine's."""
-        machine, book = self.cluster.syncer.leases, self._auditor.book
+        """Compare the books with the machine's."""
+        machine, books = self.cluster.syncer.leases, self._auditor.books
         self._auditor.compare(machine, self.cluster.syncer.global_step)
         self._tell()
-        for name, holding in machine.holdings.items():
-            left = book.owners[name].left if name in book.owners else []
-            self.check(joined(holding.ranges) == left, f"{name} holds {holding.ranges}, but was sent {left}")
+        for corpus, book in machine.books.items():
+            owners = books[corpus].owners if corpus in books else {}
+            for name, holding in book.holdings.items():
+                left = owners[name].left if name in owners else []
+                self.check(joined(holding.ranges) == left, f"{name} holds {holding.ranges}, but was sent {left}")
 
     def _tell(self) -> None:
         found = self._auditor.findings

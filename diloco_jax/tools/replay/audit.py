@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.protocol.corpora import Corpora
+from diloco_jax.protocol.leases import COMMON
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import decided_elsewhere
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
 from diloco_jax.protocol.syncer.tape import returns, stamps
 from diloco_jax.protocol.watch.auditor import Auditor
-from diloco_jax.protocol.watch.sample_book import Findings, Incarnation, Range, joined
+from diloco_jax.protocol.watch.sample_book import Book, Findings, Incarnation, Range, joined
 from diloco_jax.runtime.records.files import SUMMARY_FILE, TAPE_FILE, TAPES
 from diloco_jax.runtime.records.tape_file import read_lines
 from diloco_jax.runtime.records.telemetry import read_object
@@ -36,7 +38,8 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
         released_trained, out_trained: samples of these two fates that their learner had trained on;
         repeated: samples that were leased again; undone: samples merged into a version that was lost later; void:
         samples leased in a history that the run returned from; rounds; exclusions_repeated: rounds whose exclusions
-        were decided again from recorded norms; learner_tapes; data: for each learner what is known of the data that
+        were decided again from recorded norms; learner_tapes; corpora: fates and epochs by corpus, if islands
+        have corpora of their own; data: for each learner what is known of the data that
         its loop read (guarantees.py); violations: their number; first_violations: the first of them in words.
 
     Raises:
@@ -58,23 +61,27 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
         raise ValueError(
             f"{tape} ends at global step {machine.global_step}, but the run is complete: restore the rest of the tape"
         )
-    book, findings = auditor.book, auditor.findings
-    leased, *fates = book.fates
+    books, findings = auditor.books, auditor.findings
+    leased, *fates = auditor.fates
     if leased != sum(fates):
         fates_text = "{} merged, {} overwritten, {} released and {} still leased".format(*fates)
         findings.add(f"{leased} were leased, but {fates_text} make {sum(fates)}")
+    own = {name: book for name, book in sorted(books.items()) if name != COMMON}
+    if own and books[COMMON].leased:
+        own[COMMON] = books[COMMON]
     tapes = sorted((run_dir / TAPES).glob("*.jsonl"))
     incarnations = [_check_tape(path, findings, auditor.reported) for path in tapes]
     return {
-        **book.fates._asdict(),
+        **auditor.fates._asdict(),
         "released_trained": auditor.released_trained,
         "out_trained": auditor.out_trained,
-        "repeated": book.repeated,
-        "undone": book.undone,
+        "repeated": sum(book.repeated for book in books.values()),
+        "undone": sum(book.undone for book in books.values()),
         "void": auditor.void,
         "rounds": auditor.rounds,
         "exclusions_repeated": auditor.exclusions.repeated,
         "learner_tapes": len(tapes),
+        "corpora": {name: _of_corpus(book, machine.membership.corpora, name) for name, book in own.items()},
         "data": guarantees(incarnations, [name for name, _ in (*findings.granted, *auditor.reported)]),
         "violations": findings.count,
         "first_violations": findings.texts,
@@ -144,6 +151,12 @@ def describe(result: Mapping[str, Any]) -> str:
             "fragment before a round merged the result"
         )
     lines += _unfinished(result)
+    for name, found in result.get("corpora", {}).items():
+        what = name or "the corpus of the run"
+        lines.append(
+            f"{what}: {found['leased']:,} leased, {found['merged']:,} merged, {found['overwritten']:,} overwritten, "
+            f"{found['released']:,} released, {found['out']:,} still leased{_epochs(found['epochs'])}"
+        )
     if result["repeated"]:
         lines.append(f"{result['repeated']:,} of them were leased again after a release")
     if result["undone"]:
@@ -160,6 +173,16 @@ def describe(result: Mapping[str, Any]) -> str:
         lines += describe_guarantees(data)
         one_fate = f"every leased position has one fate; {result['learner_tapes']:,} learner tapes have no other ones"
     return "\n".join([*lines, *_verdict(result, one_fate)])
+
+
+def _of_corpus(book: Book, corpora: Corpora, name: str) -> dict[str, Any]:
+    known = corpora.known.get(name)
+    samples = known.samples if known else 0
+    return {**book.fates._asdict(), "samples": samples, "epochs": book.end / samples if samples else None}
+
+
+def _epochs(epochs: float | None) -> str:
+    return "" if epochs is None else f"; {epochs:.2f} epochs"
 
 
 def _unfinished(result: Mapping[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from diloco_jax.core import codec
+from diloco_jax.protocol.corpora import THE_RUNS
 from diloco_jax.protocol.releases import decided_elsewhere
 from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS
 from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, stamps
@@ -136,7 +137,9 @@ class Replay:
         if incarnation not in self._replicas:
             planned = self.script.planned.get(incarnation, 0) if self.script.raised else 0
             need = self.needs.incarnations[incarnation]
-            self._replicas[incarnation] = Replica(incarnation, need, self.trainer, self, planned)
+            self._replicas[incarnation] = Replica(
+                incarnation, need, self.trainer, self, planned, self.script.corpora.get(incarnation, THE_RUNS)
+            )
         return self._replicas[incarnation]
 
     def take(self, name: script.Name) -> Values:

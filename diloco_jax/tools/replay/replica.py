@@ -12,8 +12,10 @@ import jax
 import numpy as np
 
 from diloco_jax.core import codec
+from diloco_jax.protocol.corpora import THE_RUNS, OwnCorpus
 from diloco_jax.runtime.island.adoptions import Adoptions
 from diloco_jax.runtime.island.built_in import BuiltInLoop
+from diloco_jax.settings.fingerprint import own_corpus
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.tools.replay import learner_tapes
 from diloco_jax.tools.replay.script import LearnerIncarnation, Name
@@ -37,8 +39,10 @@ class Trainer:
 
     def __init__(self, run: ResolvedRun, sequences: int = 1) -> None:
         config = run.config
+        # Without a corpus of the run, any island's has samples of the same form.
+        first = config if config.shares_corpus else next(iter(config.corpora.values()))
         devices = jax.devices()[: config.island("").devices or None]
-        self._loop = loop = BuiltInLoop(config, "", devices)
+        self._loop = loop = BuiltInLoop(first, "", devices)
         # The island has the state of the incarnation that advances.
         self.island: Island = loop.island
         self.fragments = run.fragments
@@ -61,6 +65,27 @@ class Trainer:
     def plan(self, steps: int) -> None:
         """Set the steps of the learning-rate schedule; 0: as in the config."""
         self._loop.rate = learning_rate(self._config.optimizer, steps or self._config.planned_steps)
+
+    def read(self, incarnation: LearnerIncarnation, told: OwnCorpus) -> None:
+        """Take the next samples from the corpus of an island.
+
+        Args:
+          told: what the island told of its corpus when it greeted.
+
+        Raises:
+          ValueError: the config names another corpus for this island, or the corpus was changed since.
+        """
+        name = incarnation.learner_id
+        config = self._config.of_island(name)
+        remedy = f"name its data: --islands.each.{name}.data '{{corpus: {told.corpus}, path: PATH}}'"
+        if config.data.corpus != told.corpus:
+            theirs, ours = (
+                f"the corpus {each!r}" if each else "the run's" for each in (told.corpus, config.data.corpus)
+            )
+            raise ValueError(f"{name} trained on {theirs}, and this config gives it {ours}; {remedy}")
+        corpus = self._loop.turn_to(config)
+        if told.corpus and (here := own_corpus(config, corpus, 0, "").content) != told.content:
+            raise ValueError(f"{name} trained on {told.content}, and here is {here}; {remedy}")
 
     def fresh_adoptions(self) -> Adoptions:
         """Return the adoptions of a new incarnation, which has adopted and sent nothing."""
@@ -104,8 +129,10 @@ class Replica:
         trainer: Trainer,
         world: OtherIncarnations,
         planned_steps: int = 0,
+        corpus: OwnCorpus = THE_RUNS,
     ) -> None:
         self.incarnation = incarnation
+        self._corpus = corpus
         # The steps of its learning-rate schedule; 0: as in the config.
         self._planned_steps = planned_steps
         self._need = need
@@ -164,6 +191,7 @@ class Replica:
             self._adoptions = self._trainer.fresh_adoptions()
 
     def _enter(self) -> None:
+        self._trainer.read(self.incarnation, self._corpus)
         self._trainer.plan(self._planned_steps)
         self._trainer.island.state = self._state if self._state is not None else self._trainer.fresh()
         self._trainer.island.exchange.held = self._held

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import TypeAdapter
 
+from diloco_jax.protocol.corpora import OwnCorpus
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore
-from diloco_jax.protocol.membership import OBSOLETE
+from diloco_jax.protocol.membership import OBSOLETE, OPEN
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import decided_elsewhere
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -31,6 +32,7 @@ from diloco_jax.protocol.syncer.tape import (
     stamps,
     without_stamp,
 )
+from diloco_jax.protocol.watch.auditor import HELLO_CORPUS
 from diloco_jax.protocol.watch.exclusion_auditor import ExclusionAuditor
 from diloco_jax.runtime.records.files import CHECKPOINTS, SUMMARY_FILE
 from diloco_jax.runtime.records.segments import closed_segments
@@ -44,6 +46,8 @@ Fingerprint = tuple[tuple[str, str], ...]
 # The least fields of a greeting and of a report.
 FIELDS_MIN = 5
 BEGIN_FIELDS_MIN = 3
+# Entries of a fingerprint that describe the corpus of the run.
+OF_DATA = ("data", "corpus")
 
 
 class LearnerIncarnation(NamedTuple):
@@ -109,6 +113,8 @@ class Script:
     raised: bool = False
     # The steps of each incarnation's learning-rate schedule, from its greeting.
     planned: dict[LearnerIncarnation, int] = field(default_factory=dict)
+    # What each incarnation told of the corpus that it reads.
+    corpora: dict[LearnerIncarnation, OwnCorpus] = field(default_factory=dict)
     # The number of returns to each snapshot.
     returns: Counter[Moment] = field(default_factory=Counter)
     # The newest local step that each incarnation has reported.
@@ -160,6 +166,10 @@ class Script:
         told = dict(map(tuple, line[4])).get(GLOBAL_STEPS, "").split()
         if told and told[0].isdecimal():
             self.planned[LearnerIncarnation(line[2], line[3])] = int(told[0])
+        # Tapes of older releases have no corpus in a greeting.
+        if len(line) > HELLO_CORPUS:
+            fields = line[HELLO_CORPUS : HELLO_CORPUS + len(OwnCorpus._fields)]
+            self.corpora[LearnerIncarnation(line[2], line[3])] = OwnCorpus(*fields)
 
 
 def read_script(
@@ -270,7 +280,8 @@ def differences(ours: Fingerprint, theirs: Iterable[tuple[str, str]]) -> list[st
     return [
         f"{what} is {mine.get(what)}, the tape has {other.get(what)}"
         for what in sorted((mine.keys() | other.keys()) - OBSOLETE)
-        if mine.get(what) != other.get(what)
+        # An island with a corpus of its own leaves these open; the corpus of each island is compared on its own.
+        if mine.get(what) != other.get(what) and not (what in OF_DATA and OPEN in (mine.get(what), other.get(what)))
     ]
 
 

@@ -73,7 +73,8 @@ def shown_rows(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _finished(status: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    # Statuses of older versions do not have the key.
+    # Statuses of older versions do not have these keys.
+    text += [corpus_line(row) for row in status.get("corpora", ())]
     left_last = status["state"] == "complete" and row["condition"] == "left" and row["since_s"] <= FINISHING_S
     return bool(row.get(FINISHED, left_last))
 
@@ -107,6 +108,14 @@ def describe(status: Mapping[str, Any], phases: Iterable[StartPhase] = ()) -> st
         rows = [f"{row['subscriber']} (lacks {row['lacks']} of the newest values)" for row in found]
         text.append(f"subscribers, which only receive the model: {', '.join(rows)}")
     return "\n".join(text)
+
+
+def corpus_line(row: Mapping[str, Any]) -> str:
+    """Return a line about a corpus of a status or a summary: who reads it, and how far."""
+    readers = ", ".join(row["islands"]) or "nobody"
+    epochs = "" if row["epochs"] is None else f", {row['epochs']:.2f} epochs of {format_count(row['samples'])} samples"
+    loss = "" if row["loss"] is None else f", loss {row['loss']:.4f}"
+    return f"corpus {row['corpus'] or 'of the run'}: read by {readers}{epochs}{loss}"
 
 
 def _figures(status: Mapping[str, Any]) -> list[str]:

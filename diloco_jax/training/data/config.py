@@ -17,6 +17,7 @@ SOURCES_MAX = 64
 SHARE_MIN = 1e-4
 PREFETCH_MAX = 64
 SOFT_TOKENS_MAX = 16_384
+CORPUS_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,40 @@ class ImagesConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnDataConfig:
+    """The corpus of a single island, or of a few that share it. A setting that is left out has the value of `data`."""
+
+    corpus: str = ""
+    """See data.corpus. Empty: the name of the island. Set it to the same name for islands that share a corpus."""
+    path: str | None = None
+    """See data.path. Set it to the data of this island; only its machine needs to have it."""
+    format: DataFormat | None = None
+    """See data.format. Set it if this island's data has another format than data.format."""
+    field: str | None = None
+    """See data.field. Set it if the column or key with the text has another name on this island."""
+    patterns: tuple[str, ...] | None = None
+    """See data.patterns. Set it if this island's folder also has files that must not be trained on."""
+    token_dtype: TokenDtype | None = None
+    """See data.token_dtype. Set it if this island's token file has another type."""
+    held_out_fraction: float | None = None
+    """See data.held_out_fraction. Set it if this island's corpus is much smaller or larger than the others."""
+    module: str | None = None
+    """See data.module. Set it if this island's samples come from a class of your own."""
+    args: dict[str, Any] | None = None
+    """See data.args. Set it if this island's class takes other arguments."""
+
+    def over(self, common: "DataConfig", island: str) -> "DataConfig":
+        """Return the data of an island: these settings, and for all others those of the run."""
+        own = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        given = {name: value for name, value in own.items() if value is not None}
+        given["corpus"] = self.corpus or common.corpus or island
+        # One source takes the place of the run's sources, and a path that of the run's own class.
+        if self.path is not None or self.module is not None:
+            given = {"mixture": {}, "path": STDLIB, "module": "", "args": {}} | given
+        return dataclasses.replace(common, **given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
     """Settings of the corpus, and of how it is cut into samples."""
 
@@ -137,9 +172,16 @@ class DataConfig:
     simulation or a format that data.format does not list. The file with the class must be on every machine."""
     args: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Keyword arguments of that class; all machines of a run must agree. Set it if your class takes arguments."""
+    corpus: str = ""
+    """Name of a corpus that stays at its site: islands with one name share its samples, and the syncer knows only the
+    name, a length and digests. Empty: the corpus of the run, which all other islands share. Set it on the command line
+    of `diloco learner`, together with path, if only that machine has the data; islands.each.NAME.data sets it for an
+    island in the config."""
 
     def __post_init__(self) -> None:
         check_setting("data", self.module, self.args)
+        if self.corpus and not re.fullmatch(CORPUS_NAME, self.corpus):
+            raise ValueError(f"data.corpus is {self.corpus!r}; use up to 64 letters, digits, '.', '_' and '-'")
         if self.module and self.path != STDLIB:
             raise ValueError(f"data.path is '{self.path}', but data.module '{self.module}' takes its place; remove one")
         check_choices("data", self)

@@ -241,19 +241,23 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
         raise ValueError(f"data sources '{one}' and '{other}' have different tokenizers; tokenize both with one")
     source = next(iter(parts.values()))
     if config.mixture:
-        weights = tuple(part.weight for part in config.sources.values())
-        corpora = repr({name: part.corpus for name, part in parts.items()})
-        source = Source(
-            train=mixed([part.train for part in parts.values()]),
-            held_out=mixed([part.held_out for part in parts.values()], weights),
-            vocab_size=max(part.vocab_size for part in parts.values()),
-            corpus=f"{len(parts)} sources with digest {xxhash.xxh3_64(corpora.encode()).hexdigest()}",
-            parts=parts,
-            weights=weights,
-            evaluation={name: part.held_out for name, part in parts.items()},
-            tokenizer=_largest([part.tokenizer for part in parts.values()]),
-        )
+        source = united(parts, tuple(part.weight for part in config.sources.values()))
     return replace(source, evaluation={**source.evaluation, **{name: one.held_out for name, one in others.items()}})
+
+
+def united(parts: Mapping[str, Source], weights: tuple[float, ...]) -> Source:
+    """Return the mixture of sources, in proportion to their weights; each is an evaluation set, too."""
+    corpora = repr({name: part.corpus for name, part in parts.items()})
+    return Source(
+        train=mixed([part.train for part in parts.values()]),
+        held_out=mixed([part.held_out for part in parts.values()], weights),
+        vocab_size=max(part.vocab_size for part in parts.values()),
+        corpus=f"{len(parts)} sources with digest {xxhash.xxh3_64(corpora.encode()).hexdigest()}",
+        parts=parts,
+        weights=weights,
+        evaluation={name: part.held_out for name, part in parts.items()},
+        tokenizer=_largest([part.tokenizer for part in parts.values()]),
+    )
 
 
 def tokenizer_of(config: DataConfig) -> Tokenizer | None:

@@ -332,7 +332,7 @@ class Goodbye(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("learner_id", "incarnation", "fingerprint_key", "fingerprint_value", "versions", "digests", "epoch", "step_samples", "granted", "evaluates", "speaks", "run")
+    __slots__ = ("learner_id", "incarnation", "fingerprint_key", "fingerprint_value", "versions", "digests", "epoch", "step_samples", "granted", "evaluates", "speaks", "run", "corpus", "content", "corpus_samples", "tokenizer")
     LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_KEY_FIELD_NUMBER: _ClassVar[int]
@@ -345,6 +345,10 @@ class Hello(_message.Message):
     EVALUATES_FIELD_NUMBER: _ClassVar[int]
     SPEAKS_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    CORPUS_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    CORPUS_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     learner_id: str
     incarnation: int
     fingerprint_key: _containers.RepeatedScalarFieldContainer[str]
@@ -357,7 +361,11 @@ class Hello(_message.Message):
     evaluates: bool
     speaks: int
     run: str
-    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., step_samples: _Optional[int] = ..., granted: _Optional[int] = ..., evaluates: bool = ..., speaks: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
+    corpus: str
+    content: str
+    corpus_samples: int
+    tokenizer: str
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., step_samples: _Optional[int] = ..., granted: _Optional[int] = ..., evaluates: bool = ..., speaks: _Optional[int] = ..., run: _Optional[str] = ..., corpus: _Optional[str] = ..., content: _Optional[str] = ..., corpus_samples: _Optional[int] = ..., tokenizer: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("learner_id", "incarnation", "local_step", "tokens", "global_step", "adopted_version", "adopted_local_step", "adopted_tokens", "step_s", "loss", "samples", "granted", "arrived_fragment_id", "arrived_version", "arrived_ago_s")

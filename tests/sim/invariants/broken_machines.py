@@ -12,7 +12,7 @@ from diloco_jax.protocol.learner.machine import RECOVERING, TRAINING, Learner, S
 from diloco_jax.protocol.learner.recovery import Start
 from diloco_jax.protocol.learner.stager import Stager
 from diloco_jax.protocol.learner.waiting import FragmentWait
-from diloco_jax.protocol.leases import Batch, LeaseBook
+from diloco_jax.protocol.leases import Batch, LeaseBook, LeaseBooks
 from diloco_jax.protocol.member import Held, Member
 from diloco_jax.protocol.messages import (
     NO_VERSION,
@@ -36,8 +36,11 @@ from diloco_jax.protocol.syncer.round import Round
 def having(part: type, make: type[Syncer] | type[Learner]) -> Callable[..., Any]:
     """Return a function that makes machines with one broken component."""
 
+    # The machine has several books of leases, which are made beside their class.
+    maker = LeaseBook if issubclass(part, LeaseBook) else make.__mro__[-2]
+
     def make_machine(*args: Any, **kwargs: Any) -> Syncer | Learner:
-        with patch.object(sys.modules[make.__mro__[-2].__module__], part.__mro__[1].__name__, part):
+        with patch.object(sys.modules[maker.__module__], part.__mro__[1].__name__, part):
             return make(*args, **kwargs)
 
     return make_machine
@@ -151,6 +154,13 @@ class GivesTwice(LeaseBook):
     def _take(self, count: int) -> tuple[int, int]:
         self._next = 0
         return super()._take(count)
+
+
+class Mixes(LeaseBooks):
+    """Leases all corpora from one order."""
+
+    def of(self, corpus: str) -> LeaseBook:
+        return super().of("")
 
 
 class Boundless(LeaseBook):

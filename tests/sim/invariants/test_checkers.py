@@ -93,6 +93,7 @@ RECOVERY = Scenario(
     state_parts=6,
     seed=2,
 )
+CORPORA = replace(SCENARIO, corpora=("french", "german"))
 EVALUATED = replace(SCENARIO, plan=EvaluationPlan(30.0, 20))
 TOKENS = replace(ONE_FRAGMENT, total_steps=200, tokens=400_000, config=replace(CONFIG, num_fragments=1))
 STEPS = replace(
@@ -336,6 +337,7 @@ BROKEN = [
     (checkers.ScoresAreOfTheModel, with_learner(broken.Fanciful, EVALUATED), "is of"),
     (checkers.LeasesAccount, with_syncer(broken.GivesTwice), "was leased to island-. while it was still leased"),
     (checkers.LeasesAccount, with_syncer(broken.Optimist), "its tape says"),
+    (checkers.LeasesAccount, with_syncer(broken.Mixes, CORPORA), "were skipped|its tape says|while it was"),
     (checkers.HostileIsHarmless, with_syncer(broken.Boundless, HOSTILE), "led to what cannot be sent"),
     (checkers.LeasesAccount, with_syncer(broken.Overcounter, ONE_FRAGMENT), "its tape says"),
     (checkers.LeasesAccount, with_learner(broken.Adrift), "island-. reads"),

@@ -1,0 +1,83 @@
+"""The corpora of a run: what the syncer knows of each, and which learners may join with theirs.
+
+Islands may share the corpus that the run's config names, or each train on a corpus that stays at its site. Of such a
+corpus the syncer knows a name, a length and digests, and nothing else. The first learner that names a corpus determines
+its content: the positions of its sample order mean something only while the content stays the same.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+from diloco_jax.protocol.leases import COMMON
+from diloco_jax.protocol.messages import Hello
+
+# Names that learners may use for corpora; each has a book of leases.
+CORPORA_MAX = 1024
+# Metrics, pages and tables show the name.
+CORPUS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Corpus(NamedTuple):
+    """What the syncer knows of a corpus."""
+
+    # Length and digest; "" for the corpus of the run, which the fingerprint describes.
+    content: str
+    # Training samples in one epoch, 0 if unknown.
+    samples: int
+
+
+class OwnCorpus(NamedTuple):
+    """What a learner tells of the corpus that it reads; the fields are those of its greeting."""
+
+    corpus: str = COMMON
+    content: str = ""
+    corpus_samples: int = 0
+    tokenizer: str = ""
+
+
+THE_RUNS = OwnCorpus()
+
+
+class Corpora:
+    """The corpora by name, and the tokenizer that all of them share."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Corpus] = {}
+        # Digest of the first known tokenizer; "" while none is known.
+        self.tokenizer = ""
+
+    def refusal(self, hello: Hello) -> str:
+        """Return why a learner cannot join with its corpus, or an empty string."""
+        who = hello.learner_id
+        if self.tokenizer and hello.tokenizer and hello.tokenizer != self.tokenizer:
+            return (
+                f"the tokenizer differs: its digest is {self.tokenizer} in this run and {hello.tokenizer} on {who}; "
+                "make the token ids of every corpus with one tokenizer (`diloco tokenize --tokenizer`)"
+            )
+        if hello.corpus == COMMON:
+            return ""
+        if not CORPUS_NAME.fullmatch(hello.corpus):
+            return f"the corpus {hello.corpus[:80]!r} is not allowed; use up to 64 letters, digits, '.', '_', '-'"
+        known = self.known.get(hello.corpus)
+        if known is not None and known.content != hello.content:
+            return (
+                f"the corpus {hello.corpus!r} differs: this run knows {known.content}, and {who} has {hello.content}; "
+                "restore its files, or give the changed corpus another name (data.corpus), whose samples count from 0"
+            )
+        if known is None and len(self.known) >= CORPORA_MAX:
+            return f"{len(self.known)} corpora are known, the limit is {CORPORA_MAX}; use one of their names"
+        return ""
+
+    def join(self, hello: Hello) -> None:
+        """Record the corpus of a learner that was not refused."""
+        self.tokenizer = self.tokenizer or hello.tokenizer
+        # Learners with loaders of their own lease nothing.
+        if hello.step_samples and (hello.corpus not in self.known or not self.known[hello.corpus].samples):
+            self.known[hello.corpus] = Corpus(hello.content, hello.corpus_samples)
+
+    def state(self) -> dict[str, Any]:
+        return {"known": {name: list(corpus) for name, corpus in self.known.items()}, "tokenizer": self.tokenizer}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.known = {name: Corpus(*plain) for name, plain in state.get("known", {}).items()}
+        self.tokenizer = state.get("tokenizer", "")
