@@ -15,8 +15,8 @@ the values themselves are in passes.py.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
 from typing import Literal, NamedTuple, get_args
 
@@ -65,7 +65,21 @@ class MergeConfig:
     The two ways differ in the last bits of their results, so a run keeps this number. Leave it at the default, where
     both ways take about the same time."""
 
+    shares: dict[str, float] = field(default_factory=dict)
+    """Weights of corpora that stay at their sites, by the name of the corpus (data.corpus); a corpus that is not named
+    has 1, and so has the run's. A merge gives each corpus its share of the weights of those present, divided among its
+    islands by `weights`. Empty: the weights of all islands by `weights`. Set it if corpora must not count by the speed
+    of their machines."""
+    share_max: float = 2.0
+    """Most weight of a corpus that stays at its site in a merge, in equal shares of the corpora present: with 2 and
+    four corpora, half of all weights; with two corpora no limit. 0: no limit. The excess goes to the others in
+    proportion. Lower it, not below 1, if no site may lead the model."""
+
     def __post_init__(self) -> None:
+        if wrong := next((name for name, share in self.shares.items() if not 0 < share < math.inf), None):
+            raise ValueError(f"merge.shares.{wrong} is {self.shares[wrong]}; use a number above 0")
+        if not (self.share_max == 0 or 1 <= self.share_max < math.inf):
+            raise ValueError(f"merge.share_max is {self.share_max}; use a number of at least 1, or 0 for no limit")
         if not (self.outlier_factor == 0 or 1 < self.outlier_factor < math.inf):
             raise ValueError(f"merge.outlier_factor is {self.outlier_factor}; use a number above 1, or 0 for no limit")
         if self.pairs_max < 1:
@@ -106,6 +120,45 @@ def token_weights(
     if not 0 < total < math.inf:
         raise ValueError(f"weights {weights} must be finite, at least 0, and not all 0")
     return np.asarray(weights, np.float64) / total
+
+
+def corpus_weights(
+    weights: Float64[np.ndarray, "m"], corpora: Sequence[str], shares: Mapping[str, float], share_max: float
+) -> Float64[np.ndarray, "m"]:
+    """Return the learners' weights in a merge after the shares of their corpora, and the limit of one, are applied.
+
+    The weight of a corpus is W_c = sum of w_m over its learners. With shares, W_c becomes s_c / sum s over the corpora
+    present. Then every W_c of a corpus with a name is at most share_max / C, C being the number of corpora present; the
+    excess goes to the other corpora in proportion. Within a corpus the weights keep their proportion.
+
+    Args:
+      weights: w_m, at least 0, with the sum 1.
+      corpora: the name of each learner's corpus; "" is the run's, which has no limit.
+      shares: s_c by name, above 0; 1 where it is missing. Empty: W_c as it is.
+      share_max: limit in equal shares, at least 1; 0 for none.
+    """
+    names = sorted(set(corpora))
+    if len(names) == 1:
+        return weights
+    before = {n: math.fsum(w for w, c in zip(weights.tolist(), corpora, strict=True) if c == n) for n in names}
+    wanted = {n: shares.get(n, 1.0) if before[n] else 0.0 for n in names} if shares else before
+    total = math.fsum(wanted.values())
+    after = _limited({n: share / total for n, share in wanted.items()}, share_max / len(names))
+    found = [w / before[c] * after[c] if before[c] else 0.0 for w, c in zip(weights.tolist(), corpora, strict=True)]
+    return np.asarray(found, np.float64) / math.fsum(found)
+
+
+def _limited(shares: dict[str, float], most: float) -> dict[str, float]:
+    """Return shares of which none with a name is above `most`, if the others can take the excess; 0 for no limit."""
+    limited: set[str] = set()
+    while most and (above := {n for n, share in shares.items() if n and share > most} - limited):
+        limited |= above
+        left, rest = 1.0 - most * len(limited), math.fsum(s for n, s in shares.items() if n not in limited)
+        # Where nobody else has weight, a limit would leave weights without a place.
+        if rest <= 0:
+            return shares
+        shares = {n: most if n in limited else share / rest * left for n, share in shares.items()}
+    return shares
 
 
 def coefficients(

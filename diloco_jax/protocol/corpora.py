@@ -18,7 +18,7 @@ CORPUS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Corpus(NamedTuple):
-    """What the syncer knows of a corpus."""
+    """All that the syncer knows of a corpus."""
 
     # Length and digest; "" for the corpus of the run, which the fingerprint describes.
     content: str
@@ -27,7 +27,7 @@ class Corpus(NamedTuple):
 
 
 class OwnCorpus(NamedTuple):
-    """What a learner tells of the corpus that it reads; the fields are those of its greeting."""
+    """The description of the corpus that a learner reads; the fields are those of its greeting."""
 
     corpus: str = COMMON
     content: str = ""

@@ -101,6 +101,8 @@ class Contribution(NamedTuple):
     samples: int
     # First sample whose work the value still contains, as in FragmentValue.
     since: int = 0
+    # Name of the learner's corpus, "" for the run's.
+    corpus: str = ""
 
 
 class Merge(NamedTuple):

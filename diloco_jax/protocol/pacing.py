@@ -88,8 +88,9 @@ class ProtocolConfig:
     """Seconds that a restarted syncer waits, once a learner is back, for others that may hold newer versions. Raise it
     if islands need longer to reconnect, because their newer versions are otherwise lost."""
     recover_from_peers: bool = True
-    """Learners that join later get parameters and inner optimizer state from a healthy learner. Set it to false if
-    links are too slow for a whole state."""
+    """Learners that join later get parameters and inner optimizer state from a healthy learner. false: no
+    learner asks for a state or gives one. Set it to false if links are too slow for a whole state, or if moments must
+    not leave their site."""
     recovery_attempts: int = 3
     """States that a joining learner tries to get, each within recovery_turns, before it starts without one. Lower it if
     an island should start without moments instead of waiting."""

@@ -337,11 +337,6 @@ class RunConfig:
                 f"{self.protocol.quorum} of {count} islands, so the first to finish would be merged alone; "
                 f"set the quorum to {count}, or overlap_steps to at least 1"
             )
-        if self.algorithm == "data_parallel" and not self.shares_corpus:
-            raise ValueError(
-                "algorithm data_parallel has no islands, so nobody reads islands.each.NAME.data; name all sources in "
-                "data.mixture"
-            )
         if self.protocol.learners_max < count:
             raise ValueError(f"protocol.learners_max is {self.protocol.learners_max}, islands.count {count}; raise it")
         # A user's own loops choose their batches.
@@ -357,6 +352,7 @@ class RunConfig:
                 f"transport.queue_payloads_max is {self.transport.queue_payloads_max}, but a joining learner gets all "
                 f"{self.protocol.num_fragments} fragments at once; raise it"
             )
+        self._check_own_data()
         self._check_budget()
         self.protocol.check_steps(self.planned_steps)
         check_classes([name for names in self.protocol.groups.classes for name in names], "protocol.sync_every")
@@ -364,6 +360,19 @@ class RunConfig:
             self.check_mesh(self.island(name))
         if self.model.module.startswith("diloco_jax.training.models."):
             self._check_built_in()
+
+    def _check_own_data(self) -> None:
+        if self.algorithm == "data_parallel" and not self.shares_corpus:
+            raise ValueError(
+                "algorithm data_parallel has no islands, so nobody reads islands.each.NAME.data; name all sources in "
+                "data.mixture"
+            )
+        for name, own in self.islands.each.items():
+            if own.data is not None:
+                try:
+                    own.data.over(self.data, name)
+                except ValueError as error:
+                    raise ValueError(f"islands.each.{name}: {error}") from error
 
     def _check_budget(self) -> None:
         tokens, step_tokens = self.budget

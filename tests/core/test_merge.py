@@ -13,7 +13,16 @@ from diloco_jax.core.codec import Format, decode
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.kinds import Kind, kind_of
 from diloco_jax.core.layout import LEAF
-from diloco_jax.core.merge import PAIRS_MAX, MergeConfig, Rule, coefficients, merge_rule, merge_rules, token_weights
+from diloco_jax.core.merge import (
+    PAIRS_MAX,
+    MergeConfig,
+    Rule,
+    coefficients,
+    corpus_weights,
+    merge_rule,
+    merge_rules,
+    token_weights,
+)
 from diloco_jax.core.outer import Nesterov, Optax, Outer
 from diloco_jax.core.passes import Merger, Values, norms, squares_of
 from tests.core.merging import FORMATS, layout_of, make_merger, payload_of, round_of, rules_of
@@ -71,6 +80,34 @@ def test_token_weights_are_exact() -> None:
     np.testing.assert_array_equal(token_weights([100, 300], [10, 1], "tokens"), [0.25, 0.75])
     np.testing.assert_array_equal(token_weights([100, 300], [10, 1], "uniform"), [0.5, 0.5])
     assert token_weights([0, 5], [3, 3]).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "corpora", "shares", "share_max", "expected"),
+    [
+        # One corpus: nothing changes, whatever the settings are.
+        ([0.9, 0.1], ["", ""], {}, 1.0, [0.9, 0.1]),
+        ([0.9, 0.1], ["fr", "fr"], {"fr": 5.0}, 1.0, [0.9, 0.1]),
+        # Two corpora: twice an equal share is everything.
+        ([0.9, 0.1], ["fr", "de"], {}, 2.0, [0.9, 0.1]),
+        # Four: at most a half, and the excess of 0.2 goes to the others in proportion.
+        ([0.7, 0.15, 0.1, 0.05], ["fr", "de", "it", ""], {}, 2.0, [0.5, 0.25, 1 / 6, 1 / 12]),
+        # The limit is of the corpus, not of its islands, and the run's corpus has none.
+        ([0.35, 0.35, 0.2, 0.1], ["fr", "fr", "de", "it"], {}, 1.0, [1 / 6, 1 / 6, 1 / 3, 1 / 3]),
+        ([0.7, 0.2, 0.1], ["", "de", "it"], {}, 1.0, [0.7, 0.2, 0.1]),
+        ([0.7, 0.2, 0.1], ["fr", "de", "it"], {}, 0.0, [0.7, 0.2, 0.1]),
+        # After the first limit the second corpus is above it.
+        ([0.6, 0.38, 0.02], ["fr", "de", ""], {}, 1.0, [1 / 3, 1 / 3, 1 / 3]),
+        # A corpus has its share, divided by the weights of its islands.
+        ([0.6, 0.2, 0.2], ["fr", "fr", "de"], {"de": 3.0}, 2.0, [0.1875, 0.0625, 0.75]),
+        ([0.0, 1.0], ["fr", "de"], {"fr": 3.0}, 2.0, [0.0, 1.0]),
+    ],
+)
+def test_corpora_get_their_shares(
+    weights: list[float], corpora: list[str], shares: dict[str, float], share_max: float, expected: list[float]
+) -> None:
+    got = corpus_weights(np.asarray(weights), corpora, shares, share_max)
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**13), st.integers(1, 10**6)), min_size=1, max_size=9))

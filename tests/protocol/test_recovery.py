@@ -1,5 +1,6 @@
 """A learner's state on its way from a donor to a receiver: each side alone, in time, late, twice and forged."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -348,3 +349,11 @@ def test_a_lost_link_frees_every_copy() -> None:
     donor.on_pull(pull("waits", clock=99))
     assert donor.forget_all() == [UnstageState(50 + number) for number in range(STATES_MAX)]
     assert donor.forget_all() == [] and donor.serve(99, 60) == []
+
+
+def test_a_run_without_recovery_from_peers_gives_no_state_to_anybody() -> None:
+    donor = Alone(partial(Donor, gives=False), "d", 1)
+    (refusal,) = donor.on_pull(pull())
+    assert isinstance(refusal, Send) and isinstance(refusal.message, StateRefused)
+    assert "stay at their islands" in refusal.message.reason
+    assert donor.serve(10, 50) == []

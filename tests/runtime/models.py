@@ -50,8 +50,7 @@ def model_of(
     merge, how = merge or MergeConfig(), outer_of(outer, plan)
     layouts = tuple(map(whole, plan.fragments))
     arithmetic = Arithmetic(Setup(layouts, merge_rules(plan, merge), how, up, down, anchor_history))
-    factor = merge.outlier_factor
-    return GlobalModel(plan, parameters.items(), arithmetic, weights="tokens2_per_step", outlier_factor=factor)
+    return GlobalModel(plan, parameters.items(), arithmetic, weights="tokens2_per_step", merge=merge)
 
 
 Saved = tuple[dict[tuple[str, Slice], np.ndarray], dict[str, Any]]

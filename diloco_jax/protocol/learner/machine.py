@@ -174,7 +174,7 @@ class Learner:
         self.examination = Examination(effects, learner_id, incarnation, self.anchors)
         self.start = Start(effects, learner_id, incarnation, config, saved)
         self.allotment = Allotment(step_samples, config.lease_ahead_steps)
-        self.donor = Donor(effects, learner_id, incarnation)
+        self.donor = Donor(effects, learner_id, incarnation, gives=config.recover_from_peers)
         self.stager = Stager(effects, learner_id, incarnation, config, turns, self.anchors, adopt_mode, payload_bytes)
         self.wait = FragmentWait(config, turns)
         # The global step of the newest saved state, or of the start.

@@ -328,9 +328,11 @@ class Receiver:
 class Donor:
     """A healthy learner's side of the transfer of its state to peers."""
 
-    def __init__(self, effects: Effects, learner_id: str, incarnation: int) -> None:
+    def __init__(self, effects: Effects, learner_id: str, incarnation: int, *, gives: bool = True) -> None:
         self._effects = effects
         self._who = (learner_id, incarnation)
+        # False in a run whose states stay at their islands, whoever asks.
+        self._gives = gives
         # Local step of each state in CPU memory -> the clock of its copy.
         self._copies: dict[int, int] = {}
         # Receiver -> local step of its copy.
@@ -341,6 +343,9 @@ class Donor:
     def on_pull(self, message: StatePull) -> None:
         """Send a part of an existing copy, or remember that one is wanted; no running step depends on either."""
         receiver = message.receiver
+        if not self._gives:
+            self._refuse(receiver, "states stay at their islands (protocol.recover_from_peers is false)")
+            return
         step = self._given.get(receiver)
         if message.donor_step:
             if step != message.donor_step:

@@ -323,7 +323,7 @@ class RoundBook:
         else:
             member.credit.merged_base[fragment_id] = base
             tokens = self.progress.plausible(message.tokens, message.steps, member, self.membership)
-            data = (message.samples, message.since)
+            data = (message.samples, message.since, member.corpus)
             round_.values[name] = Contribution(name, message.local_step, message.steps, tokens, base, *data)
             self.settle(round_, now_s)
             # The collecting round may have excluded this learner because its value was late.

@@ -123,7 +123,7 @@ class Evaluations:
             sitting = Sitting()
             if self._ask(corpus, sitting, now_s):
                 self.sittings[corpus] = sitting
-        if self.open:
+        if self.sittings:
             self.next_step = (step // every + 1) * every
 
     def conclude(self, now_s: float) -> None:

@@ -44,8 +44,8 @@ REMEDIES = {
     "disk": "free space there, or lower checkpoints.keep; a full disk stops the merging, not the training",
     "certificate": "`diloco certs FOLDER ... --renew 30`, and copy the new files over the old ones; no restart",
     "clock": "let NTP (chrony, systemd-timesyncd) set both clocks; logs and certificates need them",
-    "rising": "look at that data and at its island's share in rounds; more weight, or a shorter protocol.sync_every, helps "
-    "a corpus that differs from the others",
+    "rising": "look at that data and at its island's share in rounds; more weight (merge.shares), or a shorter "
+    "protocol.sync_every, helps a corpus that differs from the others",
     "evaluation": "`diloco eval RUN` evaluates a snapshot; the next evaluation is asked for by itself",
 }
 # By kind: the text of an alarm that is over.

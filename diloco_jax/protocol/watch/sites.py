@@ -1,7 +1,7 @@
 """Corpora of their own: how far islands have read each, and whether the model grows worse on one.
 
-A mean over corpora may fall while the loss on one of them rises, because the others weigh more. Whoever owns that corpus
-should see it, so it is an alarm. No rule reads this.
+A mean over corpora may fall while the loss on one of them rises, because the others weigh more. Whoever owns that
+corpus should see it, so it is an alarm. No rule reads this.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from diloco_jax.protocol.member import DISCONNECTED
 from diloco_jax.protocol.watch.alarms import Alarm
 
 if TYPE_CHECKING:
@@ -30,16 +29,16 @@ def corpora_of(syncer: Syncer, scores: Mapping[str, float | None]) -> list[dict[
         scores: the newest evaluation's numbers by name.
 
     Returns:
-        For each corpus: corpus, its name ("" is the run's); islands, those that read it and are connected; samples in
-        one epoch, 0 if unknown; leased, positions that were leased so far; epochs, None if unknown; loss, None if it
-        was not evaluated.
+        For each corpus: corpus, its name ("" is the run's); islands, those that read it, also if they have left;
+        samples in one epoch, 0 if unknown; leased, positions that were leased so far; epochs, None if unknown; loss,
+        None if it was not evaluated.
     """
     known, books = syncer.membership.corpora.known, syncer.leases.books
     if not any(known):
         return []
     rows = []
     for name, corpus in sorted(known.items()):
-        members = [m for m in syncer.membership.members.values() if m.corpus == name and m.state != DISCONNECTED]
+        members = [member for member in syncer.membership.members.values() if member.corpus == name]
         end = books[name].end if name in books else 0
         rows.append(
             {
@@ -76,8 +75,12 @@ class RisingLosses:
     def alarms(self) -> list[Alarm]:
         """List an alarm for each corpus on which the loss rose in the last RISES evaluations or more."""
         return [
-            Alarm("rising", "", f"{name} rose to {self._losses[name]:.4f} in the last {rises} evaluations, while the "
-                  f"mean fell to {self._mean:.4f}")
+            Alarm(
+                "rising",
+                "",
+                f"{name} rose to {self._losses[name]:.4f} in the last {rises} evaluations, while the "
+                f"mean fell to {self._mean:.4f}",
+            )
             for name, rises in sorted(self._rises.items())
             if rises >= RISES
         ]

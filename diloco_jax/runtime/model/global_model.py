@@ -18,7 +18,7 @@ import numpy as np
 
 from diloco_jax.core.fragments import FragmentPlan, Slice, whole
 from diloco_jax.core.layout import Layout, combined
-from diloco_jax.core.merge import WeightScheme, token_weights
+from diloco_jax.core.merge import MergeConfig, WeightScheme, corpus_weights, token_weights
 from diloco_jax.core.passes import State, norms
 from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import (
@@ -68,7 +68,7 @@ class GlobalModel:
     Args:
         parameters: Paths and initial values, float32, unsharded; each value is freed before the next one is drawn.
         arithmetic: Holds the values; its present ones are replaced by the initial ones.
-        outlier_factor: how many times what is usual a value may be; 0 for no limit.
+        merge: limits and shares of a merge.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class GlobalModel:
         parameters: Parameters,
         arithmetic: Arithmetic,
         weights: WeightScheme,
-        outlier_factor: float,
+        merge: MergeConfig,
     ) -> None:
         self.plan = plan
         self.setup = arithmetic.setup
         self._arithmetic = arithmetic
         self._weights: WeightScheme = weights
-        self._outlier_factor = outlier_factor
+        self._merge = merge
         self._cuts = Cuts(self.setup.layouts, self.setup.down)
         self._marks: list[Mark] = []
         self._lengths: list[float] = []
@@ -210,7 +210,7 @@ class GlobalModel:
         finally:
             capture.release()
         length = self._lengths[fragment_id]
-        return anchor_problem(distance, version - mark.version, mark.history, length, self._outlier_factor)
+        return anchor_problem(distance, version - mark.version, mark.history, length, self._merge.outlier_factor)
 
     def _flat(self, fragment_id: int, payload: Bytes) -> np.ndarray | None:
         if not 0 <= fragment_id < len(self._marks) or len(payload) != self.value_bytes(fragment_id):
@@ -247,7 +247,7 @@ class GlobalModel:
         excluded |= {name: "the run left it out" for name in decided or ()}
         parts = [each for each in order.contributions if each.learner_id not in excluded]
         values = self._measure(fragment_id, parts, payloads)
-        length, factor = self._lengths[fragment_id], self._outlier_factor if decided is None else 0.0
+        length, factor = self._lengths[fragment_id], self._merge.outlier_factor if decided is None else 0.0
         decision = decide(values, mark.history, length, factor)
         digest, overflows = self._update(order, values, decision), 0
         while digest is None and decision.merged:
@@ -278,6 +278,8 @@ class GlobalModel:
             return None
         parts = [values[i].contribution for i in decision.merged]
         weights = token_weights([part.tokens for part in parts], [part.steps for part in parts], self._weights)
+        merge = self._merge
+        weights = corpus_weights(weights, [part.corpus for part in parts], merge.shares, merge.share_max)
         finite, digest = self._arithmetic.update(order.fragment_id, order.global_step, list(decision.merged), weights)
         return digest if finite else None
 
@@ -342,4 +344,4 @@ def _distance(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def make_model(run: ResolvedRun, parameters: Parameters, arithmetic: Arithmetic) -> GlobalModel:
-    return GlobalModel(run.plan, parameters, arithmetic, run.config.weights, run.config.merge.outlier_factor)
+    return GlobalModel(run.plan, parameters, arithmetic, run.config.weights, run.config.merge)

@@ -58,6 +58,8 @@ class ProcessFacts:
         unix_s: time of the status, in seconds since 1970.
         states: 1 for the state of the run, 0 for the others.
         samples: samples that were leased, and their fates.
+        epochs: epochs of each corpus that were leased, if islands have their own.
+        losses: newest held-out loss on each of these corpora.
         rejected: values that merges of this process left out, by island.
         alarms: number of standing alarms, by kind.
         unlisted: islands that have no separate metrics.
@@ -70,6 +72,8 @@ class ProcessFacts:
     overlap_steps: int
     abandoned: int
     samples: Mapping[str, float]
+    epochs: Mapping[str, float | None]
+    losses: Mapping[str, float | None]
     rejected: Mapping[str, float]
     alarms: Mapping[str, float]
     unlisted: int

@@ -45,6 +45,7 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
     if not 0 < seconds <= SECONDS_MAX:
         raise ValueError(f"--seconds is {seconds}; use more than 0, at most {SECONDS_MAX:g}")
     name = check_name(island) if island else SYNCER
+    config = config.of_island(island)
     side = dialled(config.transport, name, address)
     part = machine.part_of(config, island)
     local = _is_local(config, side)

@@ -76,6 +76,8 @@ def check_parts(config: RunConfig, island: str) -> Check:
 
 def check_data(config: RunConfig) -> Check:
     """Check that the corpus can be read, is long enough, and fits the model's vocabulary."""
+    if not (config.shares_corpus or config.data.corpus):
+        return Check("data", "ok", "every island has a corpus of its own; `--island NAME` checks it where it is")
     try:
         check_input.check_tokenizer(config)
         source = load_source(config.data, config.train.seq_len)
@@ -267,7 +269,9 @@ def part_of(config: RunConfig, island: str = "") -> ProcessPart:
 
 
 def _corpus(config: RunConfig) -> str:
-    """Name the corpus that this machine would read; "" if it cannot. `check_data` reports that."""
+    """Name the corpus that this machine would read; "" if it cannot, or none. `check_data` reports that."""
+    if not (config.shares_corpus or config.data.corpus):
+        return ""
     try:
         return load_source(config.data, config.train.seq_len).corpus
     except (ValueError, OSError):

@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from diloco_jax.runtime.model.evaluation import run_source
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.data.corpus import Source, load_source
+from diloco_jax.training.data.corpus import Source
 from diloco_jax.training.data.mixture import Samples
 from diloco_jax.training.data.order import SampleOrder
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample, count_predicted, stack
@@ -16,8 +17,8 @@ COUNTED = 256
 
 
 def reading(config: RunConfig) -> dict[str, Any]:
-    """Open the data that a run will read, and count it."""
-    source = load_source(config.data, config.train.seq_len)
+    """Open the data that a run will read, and count it; corpora of single islands count as equal shares."""
+    source = run_source(config)
     tokens = config.planned_steps * config.budget.step_tokens
     planned = tokens // config.train.seq_len
     parts = source.parts or {config.data.module or config.data.path: source}

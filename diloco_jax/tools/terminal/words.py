@@ -73,8 +73,7 @@ def shown_rows(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _finished(status: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    # Statuses of older versions do not have these keys.
-    text += [corpus_line(row) for row in status.get("corpora", ())]
+    # Statuses of older versions do not have the key.
     left_last = status["state"] == "complete" and row["condition"] == "left" and row["since_s"] <= FINISHING_S
     return bool(row.get(FINISHED, left_last))
 
@@ -103,7 +102,8 @@ def describe(status: Mapping[str, Any], phases: Iterable[StartPhase] = ()) -> st
     text += [f"  {row['learner']:<{width}}  {_condition(row)}" for row in shown_rows(status)]
     quiet = quiet or status["state"] in ENDED
     text += [] if quiet else [f"  {each.name}: {each.words}, for {format_duration(each.ago_s)}" for each in phases]
-    # Statuses of older versions do not have the key.
+    # Statuses of older versions do not have these keys.
+    text += [corpus_line(row) for row in status.get("corpora", ())]
     if found := status.get("subscribers"):
         rows = [f"{row['subscriber']} (lacks {row['lacks']} of the newest values)" for row in found]
         text.append(f"subscribers, which only receive the model: {', '.join(rows)}")
