@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -241,6 +241,13 @@ def _replay_options(parser: Parser) -> None:
         "--until", type=int, help="stop after the first merged round of this global step or a later one"
     )
     parser.add_argument("--config", help="YAML file (model, data, optimizer): train as a simulation's tapes prescribe")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="CORPUS=PATH",
+        help="where a separate corpus of an island is on this machine, if not where the config says; repeat it",
+    )
     parser.add_argument("--out", help="with --config: folder for the result; default: a new one below runs_dir")
 
 
@@ -266,9 +273,20 @@ def replay(arguments: argparse.Namespace) -> int:
         save(config, out / CONFIG_FILE)
         result = {"run_dir": str(out), **replay_synthetic(config, Path(arguments.run), out, arguments.until)}
     else:
-        result = replay_run(config, Path(arguments.run), arguments.until)
+        result = replay_run(config, Path(arguments.run), arguments.until, _paths_of(arguments.data))
     show(arguments, result, describe)
     return 0 if result.get("identical", True) else FAILED
+
+
+def _paths_of(words: Sequence[str]) -> dict[str, str]:
+    """Return the paths of corpora by name from words such as french=/data/fr; ValueError if one has no name or path."""
+    paths = {}
+    for word in words:
+        name, _, path = word.partition("=")
+        if not name or not path:
+            raise ValueError(f"--data is {word!r}; write CORPUS=PATH, such as french=/data/french")
+        paths[name] = path
+    return paths
 
 
 def _replay_as_island(config: RunConfig, arguments: argparse.Namespace) -> int | None:
@@ -289,6 +307,7 @@ def _replay_as_island(config: RunConfig, arguments: argparse.Namespace) -> int |
     for name in ("config", "out", "until"):
         if getattr(arguments, name) is not None:
             command += [f"--{name}", str(getattr(arguments, name))]
+    command += [part for word in arguments.data for part in ("--data", word)]
     return subprocess.run(command + ["--json"] * arguments.json, env=environment, check=False).returncode
 
 

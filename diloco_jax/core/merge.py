@@ -149,7 +149,7 @@ def corpus_weights(
 
 
 def _limited(shares: dict[str, float], most: float) -> dict[str, float]:
-    """Return shares of which none with a name is above `most`, if the others can take the excess; 0 for no limit."""
+    """Limit the shares of corpora with a name to `most`, if the others can take the excess; 0 for no limit."""
     limited: set[str] = set()
     while most and (above := {n for n, share in shares.items() if n and share > most} - limited):
         limited |= above

@@ -71,7 +71,7 @@ class Corpora:
     def join(self, hello: Hello) -> None:
         """Record the corpus of a learner that was not refused."""
         self.tokenizer = self.tokenizer or hello.tokenizer
-        # Learners with loaders of their own lease nothing.
+        # Learners with separate loaders lease nothing.
         if hello.step_samples and (hello.corpus not in self.known or not self.known[hello.corpus].samples):
             self.known[hello.corpus] = Corpus(hello.content, hello.corpus_samples)
 

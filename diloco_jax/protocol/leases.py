@@ -1,7 +1,7 @@
 """Leases of data: ranges of the sample order of a corpus, leased to learners. Each leased index has one fate.
 
 The order has positions 0, 1, 2, ... without end. A lease is a range [start, stop) of them. Islands that read the run's
-corpus share one order; a corpus that stays at its site has an order of its own. The fate of a leased index:
+corpus share one order; a corpus that stays at its site has a separate order. The fate of a leased index:
 
     out  --every fragment of the model took a value of its learner that had seen it-->  merged, or overwritten
     out  --its learner's incarnation ended, or was lost for too long-->                 released, to be leased again

@@ -82,7 +82,7 @@ class Hello(NamedTuple):
     speaks: int = PROTOCOL
     # Id of the run that this incarnation has joined; "" if it has joined none, or the run has no id.
     run: str = ""
-    # Name of the corpus of its own whose samples it leases; "" for the corpus of the run.
+    # Name of the separate corpus whose samples it leases; "" for the corpus of the run.
     corpus: str = ""
     # Length and digest of that corpus; "" for the corpus of the run, which the fingerprint describes.
     content: str = ""

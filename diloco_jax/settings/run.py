@@ -457,7 +457,7 @@ class RunConfig:
             )
 
     def of_island(self, name: str) -> "RunConfig":
-        """Return this config with the data of one island, which may have a corpus of its own."""
+        """Return this config with the data of one island, which may have a separate corpus."""
         own = self.islands.each.get(name, IslandOverride()).data
         return self if own is None else replace(self, data=own.over(self.data, name))
 

@@ -331,7 +331,7 @@ class Donor:
     def __init__(self, effects: Effects, learner_id: str, incarnation: int, *, gives: bool = True) -> None:
         self._effects = effects
         self._who = (learner_id, incarnation)
-        # False in a run whose states stay at their islands, whoever asks.
+        # False in a run whose states stay at their islands.
         self._gives = gives
         # Local step of each state in CPU memory -> the clock of its copy.
         self._copies: dict[int, int] = {}

@@ -85,7 +85,7 @@ class Evaluations:
     # Number of the newest request.
     number: int = 0
     next_step: int = field(init=False)
-    # The name of each corpus on which the model is being evaluated.
+    # By corpus: the evaluation that is under way.
     sittings: dict[str, Sitting] = field(default_factory=dict)
     # The scores on other corpora in the evaluation that is under way, and why some are missing.
     scores: dict[str, Score] = field(default_factory=dict)
@@ -182,7 +182,7 @@ class Evaluations:
             self._close(corpus, "")
 
     def _sits(self, name: str) -> str | None:
-        """Return the corpus on which a learner evaluates; None if its answer is not expected."""
+        """Return the corpus that a learner evaluates with; None if its answer is not expected."""
         return next((corpus for corpus, sitting in self.sittings.items() if sitting.asked == name), None)
 
     def _problem(self, score: Score) -> str:

@@ -1,6 +1,6 @@
-"""Corpora of their own: how far islands have read each, and whether the model grows worse on one.
+"""Separate corpora: how far islands have read each, and whether the model grows worse on one.
 
-A mean over corpora may fall while the loss on one of them rises, because the others weigh more. Whoever owns that
+A mean over corpora may fall while the loss on one of them rises, because the others weigh more. The owner of that
 corpus should see it, so it is an alarm. No rule reads this.
 """
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from diloco_jax.protocol.messages import Score
     from diloco_jax.protocol.syncer.machine import Syncer
 
-# Evaluations in a row in which the loss on a corpus rose and the mean fell, until there is an alarm. One alone may be
-# chance: held-out parts are small.
+# The loss on a corpus must rise in so many evaluations in a row, and the mean fall, until there is an alarm. One alone
+# may be chance: held-out parts are small.
 RISES = 2
 # The loss on a corpus is the score with this name after the name of the corpus.
 LOSS = " loss"
@@ -54,7 +54,7 @@ def corpora_of(syncer: Syncer, scores: Mapping[str, float | None]) -> list[dict[
 
 
 class RisingLosses:
-    """The corpora on which the loss rises while the mean falls."""
+    """The corpora whose losses rise while the mean falls."""
 
     def __init__(self) -> None:
         self._mean: float | None = None
@@ -73,7 +73,7 @@ class RisingLosses:
         self._mean, self._losses = score.loss, losses
 
     def alarms(self) -> list[Alarm]:
-        """List an alarm for each corpus on which the loss rose in the last RISES evaluations or more."""
+        """List an alarm for each corpus whose loss rose in the last RISES evaluations or more."""
         return [
             Alarm(
                 "rising",

@@ -156,7 +156,7 @@ class RunModel:
 
 
 def run_source(config: RunConfig) -> Source:
-    """Return the data of a run; of islands with corpora of their own, equal shares, with an evaluation set for each.
+    """Return the data of a run; of islands with separate corpora, equal shares, with an evaluation set for each.
 
     Raises:
         ValueError: This machine cannot read a corpus; the message names it.
@@ -181,7 +181,7 @@ class Evaluator(RunModel):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.scorer = Scorer(config.evaluation)
-        # A wrong source raises now instead of at the first evaluation. Only islands have corpora of their own.
+        # A wrong source raises now instead of at the first evaluation. Only islands have separate corpora.
         if config.shares_corpus and not config.data.remote:
             check_source(config.data, config.train.seq_len, config.train.eval_batch_size)
             _ = self.corpus

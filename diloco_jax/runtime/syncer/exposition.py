@@ -91,7 +91,7 @@ class ProcessRow(NamedTuple):
     """A series about the syncer's process, and the function that computes its value, or its values by label."""
 
     series: Series
-    value: Callable[[ProcessFacts], float | Mapping[str, float] | None]
+    value: Callable[[ProcessFacts], float | Mapping[str, float | None] | None]
 
 
 PROCESS_ROWS = (
@@ -121,11 +121,11 @@ PROCESS_ROWS = (
         lambda facts: facts.samples,
     ),
     ProcessRow(
-        Series("diloco_corpus_epochs", "gauge", "", "epochs of each corpus of islands with their own", "corpus"),
+        Series("diloco_corpus_epochs", "gauge", "", "epochs of each separate corpus", "corpus"),
         lambda facts: facts.epochs,
     ),
     ProcessRow(
-        Series("diloco_corpus_loss", "gauge", "", "held-out loss on each corpus of islands with their own", "corpus"),
+        Series("diloco_corpus_loss", "gauge", "", "held-out loss on each separate corpus", "corpus"),
         lambda facts: facts.losses,
     ),
     ProcessRow(

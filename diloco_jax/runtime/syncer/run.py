@@ -349,7 +349,7 @@ class SyncerRun:
         own = isinstance(model, OfferedModel)
         self._pulse.phase("loading the model that the first island sent" if own else "drawing the initial model")
         self._model = make_model(resolved, self._initial(), arithmetic)
-        # Only islands download remote data, or have corpora of their own.
+        # Only islands download remote data, or have separate corpora.
         corpus = model.corpus if config.shares_corpus and not config.data.remote else ""
         self._fingerprint = resolved.fingerprint(corpus)
         numbers = range(len(resolved.fragments))

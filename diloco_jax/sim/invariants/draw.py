@@ -33,7 +33,7 @@ KINDS = tuple(WEIGHTS)
 HOSTILE_SHARE = 0.15
 # Share of seeds with a learner whose answers to pulls are lost or late for a while.
 OWED_SHARE = 0.2
-# Share of seeds in which some learners have corpora of their own.
+# Share of seeds with learners that have separate corpora.
 CORPORA_SHARE = 0.4
 # Share of seeds whose fragments have different periods, or whose periods change during the run.
 PERIODS_SHARE = 0.3

@@ -77,7 +77,7 @@ def check_parts(config: RunConfig, island: str) -> Check:
 def check_data(config: RunConfig) -> Check:
     """Check that the corpus can be read, is long enough, and fits the model's vocabulary."""
     if not (config.shares_corpus or config.data.corpus):
-        return Check("data", "ok", "every island has a corpus of its own; `--island NAME` checks it where it is")
+        return Check("data", "ok", "every island has a separate corpus; `--island NAME` checks it where it is")
     try:
         check_input.check_tokenizer(config)
         source = load_source(config.data, config.train.seq_len)

@@ -17,7 +17,7 @@ COUNTED = 256
 
 
 def reading(config: RunConfig) -> dict[str, Any]:
-    """Open the data that a run will read, and count it; corpora of single islands count as equal shares."""
+    """Open the data that a run will read, and count it; separate corpora count as equal shares."""
     source = run_source(config)
     tokens = config.planned_steps * config.budget.step_tokens
     planned = tokens // config.train.seq_len

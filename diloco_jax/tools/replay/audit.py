@@ -39,7 +39,7 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
         repeated: samples that were leased again; undone: samples merged into a version that was lost later; void:
         samples leased in a history that the run returned from; rounds; exclusions_repeated: rounds whose exclusions
         were decided again from recorded norms; learner_tapes; corpora: fates and epochs by corpus, if islands
-        have corpora of their own; data: for each learner what is known of the data that
+        have separate corpora; data: for each learner what is known of the data that
         its loop read (guarantees.py); violations: their number; first_violations: the first of them in words.
 
     Raises:

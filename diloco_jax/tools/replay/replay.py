@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -46,13 +47,22 @@ class Replay:
     Args:
       folder: the run's folder, or a folder with a simulation's tapes.
       until: stop at the first merged round of this global step or later; None: at the end of the tape.
+      data: path of a corpus on this machine by its name, where that of the config does not hold.
       compare: compare digests and losses with the tapes; False for a simulation, whose tapes have invented ones.
 
     Raises:
       ValueError: a tape is missing, broken, or of another program or config.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, *, until: int | None = None, compare: bool = True) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        *,
+        until: int | None = None,
+        data: Mapping[str, str] = MappingProxyType({}),
+        compare: bool = True,
+    ) -> None:
         self._compare = compare
         simulated = script.read_scenario(folder)
         budget = config.budget if simulated is None else simulated.budget
@@ -60,7 +70,7 @@ class Replay:
         self.needs = NeededIncarnations(folder, self.script)
         self.evaluator = Evaluator(config)
         resolved = resolve(config, self.evaluator.shapes, self.evaluator.kinds)
-        self.trainer = Trainer(resolved, 1 if compare else config.island("").batch_size)
+        self.trainer = Trainer(resolved, 1 if compare else config.island("").batch_size, data)
         ours = resolved.fingerprint(self.evaluator.corpus, self.trainer.island.base.digest)
         told = self.script.fingerprint
         if self.script.raised:
@@ -177,8 +187,13 @@ def _on_tape(loss: float | None) -> np.float32 | None:
     return None if loss is None or not math.isfinite(loss) else np.float32(loss)
 
 
-def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> dict[str, Any]:
+def replay_run(
+    config: RunConfig, run_dir: Path, until: int | None = None, data: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """Replay a run, and compare its parameters with those of its newest checkpoint.
+
+    Args:
+      until, data: as for `Replay`.
 
     Returns:
       identical, sha256, expected_sha256 (None if there is no checkpoint of that moment), merged_rounds, inner_steps,
@@ -189,7 +204,7 @@ def replay_run(config: RunConfig, run_dir: Path, until: int | None = None) -> di
     """
     began_s = time.monotonic()
     _check_alike(config)
-    this = Replay(config, run_dir, until=until)
+    this = Replay(config, run_dir, until=until, data=data)
     this.run()
     capture, expected = _expected(this, run_dir)
     if expected is None and until is None:

@@ -6,6 +6,9 @@ states.
 """
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import jax
@@ -17,8 +20,10 @@ from diloco_jax.runtime.island.adoptions import Adoptions
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.settings.fingerprint import own_corpus
 from diloco_jax.settings.resolved import ResolvedRun
+from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.replay import learner_tapes
 from diloco_jax.tools.replay.script import LearnerIncarnation, Name
+from diloco_jax.training.data.config import OwnDataConfig
 from diloco_jax.training.exchange.outgoing import HeldFragment
 from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
@@ -35,18 +40,19 @@ class Trainer:
 
     Args:
       sequences: the number of sequences that a sample on the tapes stands for.
+      data: path of a corpus on this machine by its name, where that of the config does not hold.
     """
 
-    def __init__(self, run: ResolvedRun, sequences: int = 1) -> None:
-        config = run.config
+    def __init__(self, run: ResolvedRun, sequences: int = 1, data: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._data = data
+        self._config = config = run.config
         # Without a corpus of the run, any island's has samples of the same form.
-        first = config if config.shares_corpus else next(iter(config.corpora.values()))
+        first = config if config.shares_corpus else self._reading(config.islands.names[0])
         devices = jax.devices()[: config.island("").devices or None]
         self._loop = loop = BuiltInLoop(first, "", devices)
         # The island has the state of the incarnation that advances.
         self.island: Island = loop.island
         self.fragments = run.fragments
-        self._config = config
         self._sequences = sequences
         # The sizes of batches with a compiled program.
         self._compiled: set[int] = set()
@@ -76,8 +82,8 @@ class Trainer:
           ValueError: the config names another corpus for this island, or the corpus was changed since.
         """
         name = incarnation.learner_id
-        config = self._config.of_island(name)
-        remedy = f"name its data: --islands.each.{name}.data '{{corpus: {told.corpus}, path: PATH}}'"
+        config = self._reading(name, told.corpus)
+        remedy = f"say where it is: --data {told.corpus or 'CORPUS'}=PATH"
         if config.data.corpus != told.corpus:
             theirs, ours = (
                 f"the corpus {each!r}" if each else "the run's" for each in (told.corpus, config.data.corpus)
@@ -86,6 +92,14 @@ class Trainer:
         corpus = self._loop.turn_to(config)
         if told.corpus and (here := own_corpus(config, corpus, 0, "").content) != told.content:
             raise ValueError(f"{name} trained on {told.content}, and here is {here}; {remedy}")
+
+    def _reading(self, name: str, corpus: str = "") -> RunConfig:
+        """Return the config of an island; `corpus` is the name of what it reads, if known."""
+        config = self._config.of_island(name)
+        known = corpus or config.data.corpus
+        if known not in self._data:
+            return config
+        return replace(config, data=OwnDataConfig(corpus=known, path=self._data[known]).over(config.data, name))
 
     def fresh_adoptions(self) -> Adoptions:
         """Return the adoptions of a new incarnation, which has adopted and sent nothing."""

@@ -280,7 +280,7 @@ def differences(ours: Fingerprint, theirs: Iterable[tuple[str, str]]) -> list[st
     return [
         f"{what} is {mine.get(what)}, the tape has {other.get(what)}"
         for what in sorted((mine.keys() | other.keys()) - OBSOLETE)
-        # An island with a corpus of its own leaves these open; the corpus of each island is compared on its own.
+        # An island with a separate corpus leaves these open; the corpus of each island is compared on its own.
         if mine.get(what) != other.get(what) and not (what in OF_DATA and OPEN in (mine.get(what), other.get(what)))
     ]
 

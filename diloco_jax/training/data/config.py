@@ -99,7 +99,7 @@ class OwnDataConfig:
     held_out_fraction: float | None = None
     """See data.held_out_fraction. Set it if this island's corpus is much smaller or larger than the others."""
     module: str | None = None
-    """See data.module. Set it if this island's samples come from a class of your own."""
+    """See data.module. Set it if this island's samples come from your own class."""
     args: dict[str, Any] | None = None
     """See data.args. Set it if this island's class takes other arguments."""
 

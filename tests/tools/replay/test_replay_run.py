@@ -1,4 +1,4 @@
-"""A real run with a late joiner, kills and learners of different speed is trained again bit for bit."""
+"""A real run with a late joiner, kills, a corpus of one island's own and different speeds is repeated bit for bit."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import diloco_jax
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.local.run import child_environment
 from diloco_jax.runtime.records.telemetry import read_metrics
@@ -34,6 +35,9 @@ from tests.runtime.helpers import (
     wait_for,
     write_config,
 )
+
+# The corpus that island-1 alone reads.
+OWN = str(Path(diloco_jax.__file__).parent / "core")
 
 
 def pid_of(run_dir: Path, words: str) -> int:
@@ -57,6 +61,7 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     run_dir = folder / "run"
     config = write_config(
         folder,
+        islands={"each": {"island-1": {"data": {"corpus": "package", "path": OWN, "patterns": ["*.py"]}}}},
         train={"steps": 100_000, "eval_every": 0},
         protocol={"sync_every": 6, "num_fragments": 6, "quorum": 2, "snapshot_every": 10},
         adopt={"mode": "rebase"},
@@ -124,7 +129,19 @@ def test_every_sample_has_one_fate(eventful: Path) -> None:
     assert result.returncode == 0 and found["violations"] == 0, found
     assert found["leased"] == sum(found[fate] for fate in ("merged", "overwritten", "released", "out"))
     assert found["released"] > 0 and found["merged"] > 0 and found["learner_tapes"] >= 4
+    shared, own = found["corpora"][""], found["corpora"]["package"]
+    assert all(shared[fate] + own[fate] == found[fate] for fate in ("leased", "merged", "released", "out"))
+    assert own["merged"] > 0 < shared["merged"] and own["released"] > 0 and 0 < own["samples"] < shared["samples"]
     assert found["exclusions_repeated"] == (eventful / "tape.jsonl").read_text().count('["merged"')
+
+
+@pytest.mark.long
+def test_a_replay_needs_the_corpus_of_every_island(eventful: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "text.py").write_text("another text " * 1000)
+    result = run("replay", eventful, "--data", f"package={other}", step_s=0)
+    assert result.returncode == 1 and "island-1 trained on" in result.stderr and "--data package=PATH" in result.stderr
 
 
 @pytest.mark.long
