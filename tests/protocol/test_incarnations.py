@@ -76,7 +76,7 @@ def test_a_value_of_an_incarnation_that_is_over_speaks_for_it_only(usable: bool)
     assert pair.messages(Expel) == []
     assert pair.notes("merged")[-1].members == (("a", "b") if usable else ("a",))
     assert member.rounds == (2 if usable else 1), "its name's work, whichever incarnation did it"
-    assert pair.syncer.leases.holdings["b"].pending == [], "the new incarnation has not read those samples"
+    assert pair.syncer.leases.of("").holdings["b"].pending == [], "the new incarnation has not read those samples"
 
 
 def learner(

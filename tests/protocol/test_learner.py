@@ -30,7 +30,14 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 FINGERPRINT = (("model", "abc"),)
 
 
-def new(overlap_steps: int = 2, sync_every: int = 4, num_fragments: int = 4, **options: Any) -> Learner:
+def new(
+    overlap_steps: int = 2,
+    sync_every: int = 4,
+    num_fragments: int = 4,
+    *,
+    recover_from_peers: bool = False,  # test_recovery.py
+    **options: Any,
+) -> Learner:
     config = ProtocolConfig(
         sync_every=sync_every,
         num_fragments=num_fragments,
@@ -38,7 +45,7 @@ def new(overlap_steps: int = 2, sync_every: int = 4, num_fragments: int = 4, **o
         heartbeat_s=2.0,
         silence_s=10.0,
         resend_s=3.0,
-        recover_from_peers=False,  # test_recovery.py
+        recover_from_peers=recover_from_peers,
     )
     return Learner("a", 1, config, FINGERPRINT, step_samples=2, **options)
 
@@ -286,7 +293,7 @@ def test_an_old_clock_does_not_turn_the_schedule_back() -> None:
 
 def test_a_donor_that_is_asked_again_for_what_it_has_not_seen_greets() -> None:
     """The broadcast that its receiver waits for may have been lost; the syncer answers a greeting with it."""
-    learner = trained(1)
+    learner = trained(1, recover_from_peers=True)
     asked = StatePull("r", learner.global_step + 5, 0, 0)
     assert sent(learner.on_message(asked, 1.0)) == []
     assert [type(message) for message in sent(learner.on_message(asked, 2.0))] == [Hello]

@@ -299,11 +299,11 @@ def test_what_a_lost_version_had_merged_is_not_merged() -> None:
     for name in ("a", "b"):
         syncer.on_message(value(name, 1, 1, 1), 1.0)
     merged(syncer, 1, 1.0)
-    assert [holding.pending for holding in syncer.leases.holdings.values()] == [[(1, 1, 0, 1)], [(1, 1, 0, 1)]]
+    assert [holding.pending for holding in syncer.leases.of("").holdings.values()] == [[(1, 1, 0, 1)], [(1, 1, 0, 1)]]
     syncer.on_restart(**HELD_NONE, now_s=5.0)
     for name in ("a", "b"):
         syncer.on_message(hello(name, epoch=1), 6.0)
-    assert not any(holding.pending for holding in syncer.leases.holdings.values())
+    assert not any(holding.pending for holding in syncer.leases.of("").holdings.values())
 
 
 def test_it_waits_for_those_who_were_connected_also_after_a_second_death() -> None:

@@ -139,7 +139,7 @@ def _status(pair: Pair) -> Iterator[str]:
 
 
 def _samples(pair: Pair) -> Iterator[str]:
-    book = pair.syncer.leases
+    book = pair.syncer.leases.of("")
     yield ", ".join(f"{count} {fate}" for fate, count in book.fates._asdict().items())
     for name, holding in sorted(book.holdings.items()):
         ranges = ", ".join(f"{start} to {stop - 1}" for start, stop in holding.ranges) or "nothing"

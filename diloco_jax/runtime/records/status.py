@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.protocol.texts import clean_all
+from diloco_jax.protocol.watch.sites import corpora_of
 from diloco_jax.protocol.watch.terms import STARVED, WAITING
 from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, SAMPLE_FILE, STATUS_FILE, SUMMARY_FILE
@@ -85,6 +86,7 @@ def compose_status(
         tokens=stats.tokens,
         contributors_per_round=round(stats.contributors_per_round, 3),
         samples=syncer.leases.fates._asdict(),
+        corpora=corpora_of(syncer, facts.get("eval_scores", {})),
         learners=[
             row
             | (RETURNS if row["learner"] in awaited else {})

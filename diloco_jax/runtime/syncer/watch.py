@@ -21,7 +21,7 @@ from diloco_jax.protocol.messages import (
     StepReport,
 )
 from diloco_jax.protocol.watch.alarms import Alarm, AlarmBook, alarms_of, starving
-from diloco_jax.protocol.watch.sites import RisingLosses, corpora_of
+from diloco_jax.protocol.watch.sites import RisingLosses
 from diloco_jax.protocol.watch.terms import WAITING
 from diloco_jax.protocol.watch.time_left import TimeLeft
 from diloco_jax.runtime.figures import table
@@ -271,7 +271,6 @@ class Watch:
             eval_loss=self.eval_loss,
             eval_step=self._eval_step,
             eval_scores=self.eval_scores,
-            corpora=corpora_of(context.machine, self.eval_scores),
             wire=self.wire(),
             metrics=self._metrics,
             processes=self._processes,

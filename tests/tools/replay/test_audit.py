@@ -370,9 +370,10 @@ class Witness(Observer):
 
     def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         self.auditor.take(json.loads(self._tape[next(self._lines)]), effects)
-        book = self.auditor.book
-        counts = (*book.fates, book.repeated, book.undone)
-        self.said.append((*counts, self.auditor.void, {name: owner.left for name, owner in book.owners.items()}))
+        books = self.auditor.books.values()
+        counts = (*self.auditor.fates, sum(book.repeated for book in books), sum(book.undone for book in books))
+        left = {name: owner.left for book in books for name, owner in book.owners.items()}
+        self.said.append((*counts, self.auditor.void, left))
 
 
 def witness(seed: int) -> Witness:
