@@ -151,7 +151,7 @@ class Watch:
         self.context.stats.drifts.on_round(drifts)
         for name, drift in drifts.items():
             record = {"kind": "drift", "t": now_s, "learner": name, "global_step": order.global_step}
-            values = {f"drift_{key}": value for key, value in drift._asdict().items()}
+            values = {f"drift_{key}": each and round(each, 6) for key, each in drift._asdict().items()}
             self._telemetry.write(record | {"fragment_id": order.fragment_id, "values": values})
 
     def on_metrics(self, report: MetricsReport, now_s: float) -> None:
