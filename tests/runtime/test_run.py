@@ -161,7 +161,9 @@ def test_the_drift_of_both_islands_gets_out(finished: Path) -> None:
     records = list(read_metrics(finished / "metrics.jsonl"))
     both = {r["global_step"] for r in records if r["kind"] == "merged" and len(r["members"]) == 2}
     found = [r for r in records if r["kind"] == "drift"]
-    assert both and {(r["global_step"], r["learner"]) for r in found} == {(n, f"island-{i}") for n in both for i in (0, 1)}
+    assert both and {(r["global_step"], r["learner"]) for r in found} == {
+        (n, f"island-{i}") for n in both for i in (0, 1)
+    }
     for name, least, most in (("drift_norm_ratio", 1.0, 10.0), ("drift_cosine", -1.0, 1.0)):
         values = [r["values"][name] for r in found if r["values"][name] is not None]
         assert values and all(least <= value <= most for value in values)

@@ -1,14 +1,14 @@
-"""The drift of islands over rounds: averages of its two numbers (core/drift.py), and when they are a sign of trouble.
+"""The drift of islands over rounds: averages of its two numbers, and when they are a sign of trouble.
 
-No rule reads them, and no island is excluded because of them. They are not on the tape, so they start again with each
-process of the syncer.
+The driver measures the two numbers of each contribution: norm ratio and cosine (core/drift.py). No rule reads them, and
+no island is excluded because of them. They are not on the tape, so they start again with each process of the syncer.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
-from diloco_jax.core.drift import Drift
 from diloco_jax.protocol.exclusion import VOTERS_MIN
 from diloco_jax.protocol.pacing import ema
 
@@ -18,12 +18,22 @@ DECAY = 0.95
 # An average must be beyond its bound for so many rounds in a row. An average with this decay forgets one odd round in
 # that time.
 ROUNDS_MIN = 20
-# An averaged norm ratio above this is a sign of trouble. Islands that make twice as many steps in a round, or have a
-# batch of half the size, stay far below it.
+# An averaged norm ratio above this is a sign of trouble. Twice the steps in a round make a contribution at most about
+# twice as long, and ordinary islands differ less than that.
 NORM_RATIO_MAX = 4.0
-# Below this averaged cosine, the island's work undoes that of the others. Islands with different data are near 0, but
-# not below it.
-COSINE_MIN = 0.0
+# Below this averaged cosine, an island's work undoes that of the others. It is a little below 0, because the average of
+# unrelated contributions scatters around 0: by 0.005 for a fragment of a thousand parameters, and less for larger ones.
+COSINE_MIN = -0.02
+
+# Norm ratio and cosine of one contribution; None where a number is not known.
+Numbers = tuple[float | None, float | None]
+
+
+class MeanDrift(NamedTuple):
+    """The averages of one island; None where there is no number yet."""
+
+    norm_ratio: float | None
+    cosine: float | None
 
 
 @dataclass(slots=True)
@@ -37,17 +47,17 @@ class _Averages:
     # Median of the others' averaged cosines at the newest round.
     others: float = 0.0
 
-    def add(self, drift: Drift) -> None:
-        if drift.norm_ratio is not None:
-            self.norm_ratio = ema(self.norm_ratio, drift.norm_ratio, DECAY)
-        if drift.cosine is not None:
-            self.cosine = ema(self.cosine, drift.cosine, DECAY)
+    def add(self, norm_ratio: float | None, cosine: float | None) -> None:
+        if norm_ratio is not None:
+            self.norm_ratio = ema(self.norm_ratio, norm_ratio, DECAY)
+        if cosine is not None:
+            self.cosine = ema(self.cosine, cosine, DECAY)
 
     def judge(self, others: Collection[float]) -> None:
         """Count a round; `others` are the averaged cosines of the other islands in it."""
         self.long = self.long + 1 if self.norm_ratio is not None and self.norm_ratio > NORM_RATIO_MAX else 0
         self.others = median(others) if others else 0.0
-        apart = self.cosine is not None and self.cosine < COSINE_MIN < self.others
+        apart = self.cosine is not None and self.cosine < COSINE_MIN and self.others > 0
         self.apart = self.apart + 1 if apart else 0
 
 
@@ -57,10 +67,10 @@ class DriftWatch:
     def __init__(self) -> None:
         self._averages: dict[str, _Averages] = {}
 
-    def on_round(self, drifts: Mapping[str, Drift]) -> None:
-        """Add a merged round: the drift of each contribution, by learner."""
-        for name, drift in drifts.items():
-            self._averages.setdefault(name, _Averages()).add(drift)
+    def on_round(self, drifts: Mapping[str, Numbers]) -> None:
+        """Add a merged round: the numbers of each contribution, by learner."""
+        for name, numbers in drifts.items():
+            self._averages.setdefault(name, _Averages()).add(*numbers)
         # Of two contributions that differ, nobody can tell which one is odd.
         if len(drifts) < VOTERS_MIN:
             return
@@ -68,10 +78,10 @@ class DriftWatch:
             cosines = [self._averages[other].cosine for other in drifts if other != name]
             self._averages[name].judge([each for each in cosines if each is not None])
 
-    def of(self, learner_id: str) -> Drift:
-        """Return the averages of an island; None where there is no number yet."""
+    def of(self, learner_id: str) -> MeanDrift:
+        """Return the averages of an island."""
         averages = self._averages.get(learner_id, _Averages())
-        return Drift(*(None if each is None else round(each, 4) for each in (averages.norm_ratio, averages.cosine)))
+        return MeanDrift(*(None if each is None else round(each, 4) for each in (averages.norm_ratio, averages.cosine)))
 
     def trouble(self, learner_id: str) -> str:
         """Return how an island's contributions differ from the others for many rounds; "" if they do not."""
