@@ -116,7 +116,7 @@ def test_an_error_is_reported_once_and_others_continue(tmp_path: Path, caplog: p
     raised, broken = sorted((r.getMessage() for r in caplog.records), key=lambda text: "Broken" in text)
     assert raised.endswith("Raises failed in log and is not called any more; the run continues: RuntimeError: no disk")
     assert "Broken failed in its constructor" in broken and "OSError: no key" in broken
-    assert len([call for call in calls if call[0] == "log"]) == 6 and calls.count(("close",)) == 1
+    assert len([call for call in calls if call[0] == "log"]) == 7 and calls.count(("close",)) == 1
 
 
 def test_nobody_waits_for_what_hangs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
