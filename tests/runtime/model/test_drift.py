@@ -55,7 +55,7 @@ def test_an_excluded_contribution_counts_for_nobody() -> None:
     payloads = payloads_of(model)
     bad = np.frombuffer(payloads["a"], np.float32).copy()
     bad[3] = math.nan
-    found = merge(model, 1, payloads | {"d": bad.tobytes()}).drift
+    found = merge(model, 1, payloads | {"A": bad.tobytes()}).drift
     assert found == merge(clean, 1, payloads).drift
     assert merge(model, 2, {"a": payloads["a"]}).drift == {}, "one contribution has no drift"
 
