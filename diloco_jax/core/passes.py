@@ -253,6 +253,14 @@ class Merger:
             for of, own, rule in zip(totals, squares, self._rules, strict=True)
         ]
 
+    def gram(self, products: Sequence[Products]) -> Float64[np.ndarray, "m m"] | None:
+        """Return <v_i, v_j> for i <= j, over the pieces with products of pairs; None if there are none."""
+        rules = [self._rules[leaf.piece] for leaf in self.layout.leaves]
+        pairs = [each for each, rule in zip(products, rules, strict=True) if rule.method != "average"]
+        if not pairs or pairs[0].shape[-1] > self.pairs_max:
+            return None
+        return np.sum([each.sum(axis=0) for each in pairs], axis=0)
+
     def _squares(
         self, values: Values, totals: Sequence[Sequence[np.ndarray]], weights: Float64[np.ndarray, "m"]
     ) -> list[list[float]]:

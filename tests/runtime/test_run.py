@@ -157,6 +157,21 @@ def test_every_metric_of_both_islands_gets_out(finished: Path) -> None:
     assert data["times"]["goodput"] == pytest.approx(summary["goodput"], abs=0.02)
 
 
+def test_the_drift_of_both_islands_gets_out(finished: Path) -> None:
+    records = list(read_metrics(finished / "metrics.jsonl"))
+    both = {r["global_step"] for r in records if r["kind"] == "merged" and len(r["members"]) == 2}
+    found = [r for r in records if r["kind"] == "drift"]
+    assert both and {(r["global_step"], r["learner"]) for r in found} == {
+        (n, f"island-{i}") for n in both for i in (0, 1)
+    }
+    for name, least, most in (("drift_norm_ratio", 1.0, 10.0), ("drift_cosine", -1.0, 1.0)):
+        values = [r["values"][name] for r in found if r["values"][name] is not None]
+        assert values and all(least <= value <= most for value in values)
+    rows = json.loads(call("status", finished, "--json").stdout)["learners"]
+    assert all(1.0 <= row["drift_norm_ratio"] < 10.0 and abs(row["drift_cosine"]) <= 1.0 for row in rows)
+    assert '"drift' not in (finished / "tape.jsonl").read_text()
+
+
 def test_prometheus_saw_the_run(finished: Path) -> None:
     """Asked twenty times a second while it trained; this is its last answer."""
     found = samples((finished / "scraped.txt").read_text())

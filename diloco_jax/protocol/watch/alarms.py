@@ -34,6 +34,8 @@ REMEDIES = {
     "your own loop",
     "starved": "a larger data.prefetch, or a faster disk or network for the data",
     "loss": "look at its log and its data; a lower optimizer.learning_rate or clipping, and --resume from a snapshot",
+    "drift": "compare its data, learning rate and batch with those of the others, and look at its loss; nothing "
+    "excludes it, so `diloco drain` it if the evaluation loss suffers",
     "link": "`diloco doctor` measures it; a smaller wire format, a longer protocol.sync_every or overlap_steps",
     "outrun": "see what rounds wait for; give the syncer processors; lengthen protocol.sync_every",
     "few": "set protocol.quorum to the number of islands, or raise protocol.grace_steps_max: rounds then wait for more "
@@ -59,6 +61,7 @@ PAST = {
     "slow": "{who} was slow",
     "starved": "{who} waited for its data",
     "loss": "a loss {of_who} was not as it should be",
+    "drift": "the contributions of {who} differed much from those of the others",
     "link": "the link of {who} was too slow",
     "outrun": "islands outran rounds",
     "few": "rounds merged few of the live islands",
@@ -123,6 +126,10 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
     stats.crowd.look(syncer, {alarm.who for alarm in alarms})
     if stats.crowd.trouble:
         alarms.append(Alarm("few", "", stats.crowd.trouble))
+    # An island that drifts takes part in rounds, so the crowd above counts it.
+    for name, member in syncer.membership.members.items():
+        if member.state == "active" and (trouble := stats.drifts.trouble(name)):
+            alarms.append(Alarm("drift", name, f"{name}: {trouble}"))
     return alarms
 
 

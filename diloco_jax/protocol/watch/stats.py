@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from diloco_jax.protocol.bounds import objection
 from diloco_jax.protocol.member import Member
 from diloco_jax.protocol.messages import FragmentValue, StepReport
+from diloco_jax.protocol.watch.drift import DriftWatch
 from diloco_jax.protocol.watch.health import conditions
 from diloco_jax.protocol.watch.signs import Crowd, Episode, Links, Losses, Outrun
 from diloco_jax.protocol.watch.terms import FINISHING_S, WAITING
@@ -95,7 +96,7 @@ class LearnerStats:
 
 
 class RunStats:
-    """The counts of a run; `losses`, `links` and `crowd` are signs of trouble, for alarms."""
+    """The counts of a run; `losses`, `links`, `crowd` and `drifts` are signs of trouble, for alarms."""
 
     def __init__(self, names: tuple[str, ...], num_parameters: int, syncer: Syncer) -> None:
         self._names = names
@@ -109,6 +110,7 @@ class RunStats:
         self._covered_until_s = 0.0
         self._outrun = Outrun()
         self.losses, self.links, self.crowd = Losses(), Links(), Crowd()
+        self.drifts = DriftWatch()
 
     def on_report(self, report: StepReport, now_s: float) -> bool:
         """Count a report before the machine gets it; return whether it is of a newer step of a member."""
@@ -246,6 +248,7 @@ class RunStats:
                     "last_merged_round": stats.last_round,
                     "participation": round(participation(member.rounds, self._syncer.merged_rounds), 4),
                     "restarts": member.restarts,
+                    **{f"drift_{key}": each for key, each in self.drifts.of(member.learner_id)._asdict().items()},
                 }
             )
         return rows

@@ -22,6 +22,8 @@ class IslandFacts:
         mean_tokens_per_s: speed over all its steps.
         staleness: global steps that the island is behind.
         broadcast_s: time that a new version takes to the island.
+        drift_norm_ratio: length of its contributions over the median of their rounds, moving average (core/drift.py).
+        drift_cosine: cosine of its contributions with the others' mean direction, moving average.
         metrics: the newest values that the island measured itself, by name (docs/metrics.md).
     """
 
@@ -42,6 +44,8 @@ class IslandFacts:
     last_merged_round: int | None = None
     participation: float | None = None
     restarts: int | None = None
+    drift_norm_ratio: float | None = None
+    drift_cosine: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod

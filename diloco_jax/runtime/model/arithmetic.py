@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Float64
 
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import FragmentPlan
@@ -182,6 +183,8 @@ class Arithmetic:
         self._bounded: Callable[[], HeldStates | None] = lambda: None
         self._states: dict[int, FragmentState] = {}
         self._inspected: dict[int, tuple[Values, list[Products]]] = {}
+        # The values of the last update and their products.
+        self._merged: dict[int, tuple[Values, list[Products]]] = {}
         self._made: dict[int, FragmentState] = {}
 
     def unusable(self, fragment_id: int, value: Bytes) -> str:
@@ -233,9 +236,23 @@ class Arithmetic:
             products = merger.inspect(found)
         else:
             products = subset(products, chosen)
+        self._merged[fragment_id] = found, products
         update = merger.update(found, products, weights, before.state)
         self._made[fragment_id] = self._next(version, before, update)
         return update.finite, combined(update.digests)
+
+    def gram(self, fragment_id: int) -> Float64[np.ndarray, "m m"] | None:
+        """Return <v_i, v_j> for i <= j of the last update's values, over the tensors that are not averaged.
+
+        The products of a value that was measured from an older version are NaN: they contain the work of other learners
+        since then. The result is None if no products of pairs were computed.
+        """
+        values, products = self._merged[fragment_id]
+        found = self._mergers[fragment_id].gram(products)
+        late = [i for i, moved in enumerate(values.moved) if moved is not None]
+        if found is not None and late:
+            found[late], found[:, late] = np.nan, np.nan
+        return found
 
     def _next(self, version: int, before: FragmentState, update: Update) -> FragmentState:
         steps = self.setup.down != "float32"
@@ -248,6 +265,7 @@ class Arithmetic:
     def forget(self, fragment_id: int) -> None:
         """Free the inspected values."""
         self._inspected.pop(fragment_id, None)
+        self._merged.pop(fragment_id, None)
 
     def publish(self, fragment_id: int) -> None:
         """Make the result of the fragment's last update its newest version."""

@@ -12,10 +12,12 @@ receives the step has the same bits as this model.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from diloco_jax.core.drift import Drift, drift_of
 from diloco_jax.core.fragments import FragmentPlan, Slice, whole
 from diloco_jax.core.layout import Layout, combined
 from diloco_jax.core.merge import MergeConfig, WeightScheme, corpus_weights, token_weights
@@ -60,6 +62,8 @@ class Merged(NamedTuple):
     # The fragment's next history.
     history: RateHistory
     evidence: Evidence
+    # By merged learner; empty if fewer than two were merged.
+    drift: Mapping[str, Drift] = MappingProxyType({})
 
 
 class GlobalModel:
@@ -260,7 +264,8 @@ class GlobalModel:
             arithmetic.forget(fragment_id)
             return Merged(fragment_id, None, excluded, history, evidence)
         base = mark.version if self.delta_bytes(fragment_id) else NO_VERSION
-        return Merged(fragment_id, Mark(order.global_step, digest, history, base), excluded, history, evidence)
+        drift = self._drift(fragment_id, [values[i] for i in decision.merged])
+        return Merged(fragment_id, Mark(order.global_step, digest, history, base), excluded, history, evidence, drift)
 
     def _measure(
         self, fragment_id: int, parts: Sequence[Contribution], payloads: Mapping[str, Any]
@@ -276,12 +281,20 @@ class GlobalModel:
         """Compute the next version; returns its digest, None if it is not finite or no value is merged."""
         if not decision.merged:
             return None
-        parts = [values[i].contribution for i in decision.merged]
-        weights = token_weights([part.tokens for part in parts], [part.steps for part in parts], self._weights)
-        merge = self._merge
-        weights = corpus_weights(weights, [part.corpus for part in parts], merge.shares, merge.share_max)
+        weights = self._weights_of([values[i] for i in decision.merged])
         finite, digest = self._arithmetic.update(order.fragment_id, order.global_step, list(decision.merged), weights)
         return digest if finite else None
+
+    def _weights_of(self, merged: Sequence[MeasuredValue]) -> np.ndarray:
+        parts, merge = [value.contribution for value in merged], self._merge
+        weights = token_weights([part.tokens for part in parts], [part.steps for part in parts], self._weights)
+        return corpus_weights(weights, [part.corpus for part in parts], merge.shares, merge.share_max)
+
+    def _drift(self, fragment_id: int, merged: Sequence[MeasuredValue]) -> dict[str, Drift]:
+        """Return the drift of each value of the last update; nothing that is merged or recorded depends on it."""
+        norms, weights = [value.norm for value in merged], self._weights_of(merged)
+        found = drift_of(norms, weights, self._arithmetic.gram(fragment_id))
+        return dict(zip((value.contribution.learner_id for value in merged), found, strict=False))
 
     def pieces(self, capture: Capture, *, value_only: bool = False) -> Iterator[SavedPart]:
         """Yield the content of a capture's snapshot, fragment by fragment, and free each; any thread may call it.

@@ -12,6 +12,7 @@ since the run began, bytes and tokens cumulative:
             t global_step fragment_id members reason                             (the protocol's Note)
     round   t global_step fragment_id opened_s met_s closed_s pulled_s values    (as its merge ends, in the run's time;
             values: learner -> seconds from closing the round until its value was there)
+    drift   t learner global_step fragment_id values                             (of one contribution; core/drift.py)
     life    t global_step epoch members reason versions host                     (at the start of a syncer process)
     alarm   t global_step alarm state members reason                             (alarm: its kind; state: begins, ends)
     wire    t global_step up_bytes down_bytes                                    (the tracked ones of runtime/figures)

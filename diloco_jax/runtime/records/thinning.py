@@ -29,7 +29,7 @@ from diloco_jax.runtime.records.tape_file import LINE_BYTES_MAX, LineFile
 
 # metrics.jsonl is thinned above this size.
 BYTES_MAX = 32 << 20
-PERIODIC = ("step", "metrics", "merged_metrics", "closed", "merged", "abandoned", "round", "wire")
+PERIODIC = ("step", "metrics", "merged_metrics", "closed", "merged", "abandoned", "round", "drift", "wire")
 # Kind of the first line of a thinned file.
 THINNED = "thinned"
 # A greater `every` must shrink the old part to this share, or there is nothing to sum up.

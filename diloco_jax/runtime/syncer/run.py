@@ -232,6 +232,7 @@ class SyncerDriver:
             log.info(f"excluded from round {order.global_step}: {learner_id}: {reason}")
         digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
         self.watch.on_merged(order.global_step, merged.excluded, self._now_s())
+        self.watch.on_drift(order, merged.drift, self._now_s())
         excluded = tuple(sorted(merged.excluded))
         requests = self._taped.on_merged(order.global_step, digest, excluded, self._now_s(), merged.evidence)
         self.context.tape.flush()

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from diloco_jax.protocol.effects import Note
+from diloco_jax.core.drift import Drift
+from diloco_jax.protocol.effects import Merge, Note
 from diloco_jax.protocol.messages import (
     DRAINED,
     OWN_MACHINE,
@@ -146,6 +147,14 @@ class Watch:
         record = {"kind": "round", "t": now_s, "global_step": global_step, "fragment_id": this.fragment_id}
         record |= {"opened_s": this.opened_s, "met_s": this.met_s, "closed_s": this.closed_s}
         self._telemetry.write(record | {"pulled_s": this.pulled_s, "values": self._came.pop(global_step, {})})
+
+    def on_drift(self, order: Merge, drifts: Mapping[str, Drift], now_s: float) -> None:
+        """Count and record how each contribution of a round differs from the others."""
+        self.context.stats.drifts.on_round(drifts)
+        for name, drift in drifts.items():
+            record = {"kind": "drift", "t": now_s, "learner": name, "global_step": order.global_step}
+            values = {f"drift_{key}": each and round(each, 6) for key, each in drift._asdict().items()}
+            self._telemetry.write(record | {"fragment_id": order.fragment_id, "values": values})
 
     def on_metrics(self, report: MetricsReport, now_s: float) -> None:
         """Record the metrics of an island, unless another process has replaced the one that sent them."""

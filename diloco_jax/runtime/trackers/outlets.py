@@ -156,7 +156,7 @@ class Outlets:
     def write(self, record: Mapping[str, Any]) -> None:
         """Pass a record of telemetry to the trackers and callbacks that it is for."""
         kind, step = record["kind"], record["global_step"]
-        if kind == "metrics":
+        if kind in ("metrics", "drift"):
             self._log(step, record["values"], f"islands/{record['learner']}")
         elif kind == "merged_metrics":
             self._log(step, record["values"], MERGED)

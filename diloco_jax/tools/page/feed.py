@@ -40,7 +40,17 @@ EVENTS_KEPT = 300
 SAMPLE_MAX = 4000
 # Points of a curve that are sent: of losses, and of other metrics.
 POINTS_SENT, METRIC_POINTS = 240, 120
-METRICS_FIRST = ("grad_norm", "learning_rate", "mfu", "model_flops_per_s", "step_s", "tokens_per_s", "waiting_for_data")
+METRICS_FIRST = (
+    "drift_cosine",
+    "drift_norm_ratio",
+    "grad_norm",
+    "learning_rate",
+    "mfu",
+    "model_flops_per_s",
+    "step_s",
+    "tokens_per_s",
+    "waiting_for_data",
+)
 # States of a run whose processes work.
 LIVE = ("starting", "running", EVALUATING)
 # Metrics that the page shows.
@@ -49,7 +59,7 @@ METRICS_MAX = 24
 CURVES_EVERY = 5
 # Looks until an unchanged status is compared with the run's processes again.
 JUDGED_EVERY = 5
-SILENT_KINDS = {"step", "metrics", "merged_metrics", "wire", "eval", THINNED, *KINDS}
+SILENT_KINDS = {"step", "metrics", "drift", "merged_metrics", "wire", "eval", THINNED, *KINDS}
 
 
 def alarms_now(status: Mapping[str, Any], summary: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -110,7 +110,7 @@ class Story:
         if kind == "step":
             track = self.tracks.setdefault(record["learner"], Track())
             track.add(record, self.tokens - track.tokens + record["tokens"])
-        elif kind == "metrics":
+        elif kind in ("metrics", "drift"):
             for name, value in record["values"].items():
                 if value is not None:
                     curve = self.metrics.setdefault(name, {}).setdefault(record["learner"], Curve(POINTS_KEPT))

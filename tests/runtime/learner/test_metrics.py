@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.effects import Note
+from diloco_jax.core.drift import Drift
+from diloco_jax.protocol.effects import Merge, Note
 from diloco_jax.protocol.messages import METRICS_MAX, OWN_MACHINE, OWN_PROCESS, Metric, MetricsReport
 from diloco_jax.protocol.watch.alarms import REMEDIES, Alarm
+from diloco_jax.protocol.watch.drift import DriftWatch
 from diloco_jax.runtime.learner.metrics import NAMES_MAX, IslandMetrics, memory
 from diloco_jax.runtime.records.earlier import NOTHING_EARLIER
 from diloco_jax.runtime.records.liveness import machine_number, tell_restart
+from diloco_jax.runtime.records.telemetry import read_metrics
 from diloco_jax.runtime.syncer.watch import Watch, merged_metrics
 
 STEPS: list[tuple[Any, ...]] = []
@@ -78,6 +81,20 @@ def _watch(tmp_path: Any) -> Watch:
     parts.config, parts.stats = config, SimpleNamespace(on_waiting=lambda name, share: None)
     others: Any = (lambda: (), SimpleNamespace(), SimpleNamespace())
     return Watch(parts, NOTHING_EARLIER, *others)
+
+
+def test_drift_is_counted_and_recorded_for_each_contribution(tmp_path: Any) -> None:
+    watch, drifts = _watch(tmp_path), DriftWatch()
+    watch.context.stats.drifts = drifts
+    found = {"a": Drift(1.0, None), "b": Drift(1.23456789, 0.0)}
+    watch.on_drift(Merge(7, 2, ()), found, 3.0)
+    watch._telemetry.flush()
+    assert drifts.of("b") == (1.2346, 0.0)
+    when = {"kind": "drift", "t": 3.0, "global_step": 7, "fragment_id": 2}
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [
+        when | {"learner": "a", "values": {"drift_norm_ratio": 1.0, "drift_cosine": None}},
+        when | {"learner": "b", "values": {"drift_norm_ratio": 1.234568, "drift_cosine": 0.0}},
+    ]
 
 
 def test_another_incarnation_is_not_heard(tmp_path: Any) -> None:

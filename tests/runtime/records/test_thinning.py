@@ -12,7 +12,7 @@ from diloco_jax.runtime.records import thinning
 from diloco_jax.runtime.records.telemetry import Telemetry, read_metrics
 from diloco_jax.runtime.records.thinning import Combiner, RecordTail, ThinnedFile, combine, stands_for
 from diloco_jax.tools.page.story import Story
-from tests.tools.page.made import joined, lost, note, step, wire
+from tests.tools.page.made import drift, joined, lost, note, step, wire
 
 BOUND = 40_000
 Record = dict[str, Any]
@@ -87,6 +87,15 @@ def test_two_records_become_one() -> None:
     assert both == merged[2] | {"n": 3, "counts": {"a": 2, "b": 1, "c": 1}}
     unknown = step("a", 1.0, 1, 10, 0.5, loss=None)
     assert combine(unknown, later)["loss"] == 1.0 and combine(later, unknown)["loss"] == 1.0
+
+
+def test_the_drift_of_several_rounds_is_their_mean() -> None:
+    one, two, three = drift("a", 1.0, 1, 2.0, 0.5), drift("a", 2.0, 2, 4.0, None), drift("a", 3.0, 3, 3.0, 0.25)
+    assert combine(combine(one, two), three) == drift("a", 3.0, 3, 3.0, 0.416667) | {"n": 3}
+    lines = [json.dumps(each).encode() for each in (one, drift("b", 1.0, 1, 1.0, 0.5), two)]
+    combiner = Combiner(2)
+    told = [json.loads(line) for each in lines for line, _ in combiner.take(each)]
+    assert told == [drift("a", 2.0, 2, 3.0, 0.5) | {"n": 2}], "each island has its own mean"
 
 
 def test_an_incarnation_and_a_note_end_a_group() -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from diloco_jax.core.drift import Drift
 from diloco_jax.protocol.watch.terms import CONDITIONS
 from diloco_jax.runtime.syncer import exposition
 from diloco_jax.runtime.syncer.exposition import ABSENT, ISLANDS_MAX, STATES, expiries
@@ -88,6 +89,20 @@ def test_what_merges_leave_out_is_counted(tmp_path: Path) -> None:
     rejected = [found["diloco_values_rejected_total", (("island", f"island-{number}"),)] for number in (0, 1)]
     assert rejected == [0, 1]
     assert found["diloco_rounds_abandoned_total", ()] == 1 and found["diloco_rounds_merged_total", ()] == 0
+
+
+def test_the_drift_of_an_island_is_scraped_once_it_has_one(tmp_path: Path) -> None:
+    scraped = Scraped(tmp_path, config(islands=3), new(quorum=2))
+    one_round(scraped)
+    scraped.stats.drifts.on_round({"island-0": Drift(1.5, 0.25), "island-1": Drift(1.0, None)})
+    found = scrape(scraped)
+    names = {f"diloco_island_drift_{name}" for name in ("norm_ratio", "cosine")}
+    own = [{key: each for key, each in of_island(found, f"island-{n}").items() if key in names} for n in range(3)]
+    assert own == [
+        {"diloco_island_drift_norm_ratio": 1.5, "diloco_island_drift_cosine": 0.25},
+        {"diloco_island_drift_norm_ratio": 1.0},
+        {},
+    ]
 
 
 def test_an_island_has_one_condition_and_only_islands_of_the_config_have_labels(tmp_path: Path) -> None:

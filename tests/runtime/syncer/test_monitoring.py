@@ -49,6 +49,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     scraped = Scraped(folder, config, new(quorum=2))
     scraped.metrics = {"island-0": dict.fromkeys((*MEASURED, *FROM_SYNCER), 0.5)}
     one_round(scraped)
+    scraped.stats.drifts.on_round({"island-0": (1.0, 0.5), "island-1": (1.0, 0.5)})
     with served(scraped.exposed):
         scraped.tell(9.0)
         yield f"http://{where}/metrics"

@@ -20,6 +20,7 @@ RECORDS: list[dict[str, Any]] = [
     {"kind": "metrics", "global_step": 3, "learner": "a", "values": {"loss": 2.5, "odd": float("nan"), "none": None}},
     {"kind": "metrics", "global_step": 4, "learner": "b", "values": {"loss": 1.5}},
     {"kind": "merged_metrics", "global_step": 4, "values": {"loss": 2.0}},
+    {"kind": "drift", "global_step": 4, "learner": "b", "values": {"drift_norm_ratio": 1.5, "drift_cosine": None}},
     {"kind": "step", "global_step": 4, "learner": "b", "loss": 1.5},
     {"kind": "merged", "global_step": 5, "fragment_id": 2, "members": ["a", "b"], "reason": ""},
     {"kind": "wire", "global_step": 5, "up_bytes": 10, "down_bytes": 20},
@@ -96,6 +97,7 @@ def test_what_a_tracker_and_a_callback_get(tmp_path: Path) -> None:
         ("log", 3, {"loss": 2.5}, "islands/a"),
         ("log", 4, {"loss": 1.5}, "islands/b"),
         ("log", 4, {"loss": 2.0}, "merged"),
+        ("log", 4, {"drift_norm_ratio": 1.5}, "islands/b"),
         ("log", 5, {"contributors": 2}, "merged"),
         ("log", 5, {"up_bytes": 10, "down_bytes": 20}, "merged"),
         ("log", 5, {"eval_loss": 2.25, "tokens": 350}, "merged"),
@@ -114,7 +116,7 @@ def test_an_error_is_reported_once_and_others_continue(tmp_path: Path, caplog: p
     raised, broken = sorted((r.getMessage() for r in caplog.records), key=lambda text: "Broken" in text)
     assert raised.endswith("Raises failed in log and is not called any more; the run continues: RuntimeError: no disk")
     assert "Broken failed in its constructor" in broken and "OSError: no key" in broken
-    assert len([call for call in calls if call[0] == "log"]) == 6 and calls.count(("close",)) == 1
+    assert len([call for call in calls if call[0] == "log"]) == 7 and calls.count(("close",)) == 1
 
 
 def test_nobody_waits_for_what_hangs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

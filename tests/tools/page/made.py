@@ -30,6 +30,12 @@ def wire(t: float, n: int, up_bytes: int, down_bytes: int) -> Record:
     return {"kind": "wire", "t": t, "global_step": n, "up_bytes": up_bytes, "down_bytes": down_bytes}
 
 
+def drift(name: str, t: float, n: int, norm_ratio: float, cosine: float | None) -> Record:
+    """The drift of one contribution to round `n`."""
+    values = {"drift_norm_ratio": norm_ratio, "drift_cosine": cosine}
+    return {"kind": "drift", "t": t, "learner": name, "global_step": n, "fragment_id": 2, "values": values}
+
+
 def one_round(n: int, t: float) -> list[Record]:
     """A round that closes at `t` with island a alone."""
     record = {"kind": "round", "t": t + 0.75, "global_step": n, "fragment_id": 2, "opened_s": t - 2, "met_s": t - 1}

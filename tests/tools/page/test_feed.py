@@ -14,7 +14,7 @@ from diloco_jax.tools.page.compare import compare, describe
 from diloco_jax.tools.page.feed import RunFeed, alarms_now
 from diloco_jax.tools.page.times import ROUNDS_KEPT, IslandTimes
 from tests.runtime.helpers import call
-from tests.tools.page.made import FATES, MADE, append, joined, lost, made_run, one_round, status, step, wire
+from tests.tools.page.made import FATES, MADE, append, drift, joined, lost, made_run, one_round, status, step, wire
 
 
 def test_the_whole_says_what_the_records_say(tmp_path: Path) -> None:
@@ -54,6 +54,20 @@ def test_news_have_only_what_is_new(tmp_path: Path) -> None:
     feed.look()
     assert [event["n"] for event in feed.news()["events"]] == [3]
     assert feed.whole()["events"][-1] == {"n": 3, "t": 6.0, "kind": "disconnected", "who": ["b"], "reason": "lost"}
+
+
+def test_the_drift_of_each_island_is_a_curve_and_no_event(tmp_path: Path) -> None:
+    folder = made_run(tmp_path)
+    for n, cosine in enumerate((0.5, None, 0.25)):
+        for name in "ab":
+            append(folder, drift(name, 5.0 + n, 2 + n, 1.0 + n, cosine))
+    feed = RunFeed(folder)
+    feed.look()
+    told = feed.whole()
+    curves = told["metrics"]
+    assert curves["drift_norm_ratio"]["b"] == [[5.0, 1.0], [6.0, 2.0], [7.0, 3.0]]
+    assert [curves["drift_cosine"][name] for name in "ab"] == [[[5.0, 0.5], [7.0, 0.25]]] * 2
+    assert "drift" not in {event["kind"] for event in told["events"]}
 
 
 def test_leaving_a_complete_run_is_not_news(tmp_path: Path) -> None:
