@@ -1,5 +1,6 @@
 """All checkers, in the order of their calls."""
 
+from diloco_jax.sim.invariants.bans import BansHold
 from diloco_jax.sim.invariants.budget import BudgetHolds
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.invariants.deltas import DeltasApply, WholeWhereNeeded
@@ -37,6 +38,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     ClosesForAReason,
     OwedAreAskedLess,
     QuarantineHolds,
+    BansHold,
     ExclusionsHold,
     RoundsBounded,
     TurnsAreKept,
