@@ -53,9 +53,7 @@ RULES = (
     # An island that fails after the end of the run has nothing more to do.
     EndRule(lambda end: end.state == COMPLETE, "left"),
     # A ban is not a failure, so the others continue. After `diloco admit` the user may start the island again.
-    EndRule(
-        lambda end: end.banned, "left", "{name} is banned; not started again", "does not restart it while it is banned"
-    ),
+    EndRule(lambda end: end.banned, "left", "{name} is banned; not started again: {last}"),
     EndRule(
         lambda end: not after_end(end.status).again or (end.unloadable and not end.joined),
         "failed",

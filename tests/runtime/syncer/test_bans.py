@@ -1,0 +1,83 @@
+"""A real run whose operator bans an island, and admits it again."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diloco_jax.runtime.records.signals import WRONG_INPUT
+from tests.runtime.helpers import (
+    call,
+    interrupted,
+    kill_processes,
+    notes,
+    processes_of,
+    run,
+    start,
+    status,
+    wait_for,
+    write_config,
+)
+
+WHY = "its values stand out"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Yield a folder, and end the processes of its run after the test."""
+    yield tmp_path
+    kill_processes(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.net
+def test_an_island_is_banned_refused_after_a_restart_of_the_syncer_and_admitted(folder: Path) -> None:
+    run_dir = folder / "run"
+    config = write_config(
+        folder,
+        islands={"count": 3, "devices": 1, "restart_delay_s": 0.1},
+        train={"steps": 1_000_000, "eval_every": 0},
+        protocol={"sync_every": 4, "num_fragments": 2, "quorum": 2, "snapshot_every": 10},
+    )
+    process = start("train", config, "--quiet", "--run-dir", run_dir, step_s=0.04)
+    wait_for(lambda: notes(run_dir, "merged", "island-1") > 2, "merges of island-1", process)
+    assert call("ban", "island-1", run_dir).returncode == WRONG_INPUT, "a ban needs a reason"
+    refused = call("admit", "island-1", run_dir)
+    assert (refused.returncode, refused.stderr) == (
+        1,
+        "diloco admit: 'island-1' is not banned; `diloco status` lists the banned names\n",
+    )
+    done = call("ban", "island-1", run_dir, "--why", WHY)
+    assert (done.returncode, done.stdout) == (
+        0,
+        "island-1 is banned and expelled; `diloco admit island-1 RUN` lifts the ban\n",
+    )
+    island = run_dir / "logs" / "island-1.log"
+    last = f"island-1 is banned from this run: {WHY}; to let it return, lift the ban"
+    wait_for(lambda: last in island.read_text(), "its error", process)
+    wait_for(lambda: not any("--island island-1 " in words for words in processes_of(run_dir).values()), "its end")
+    # The supervisor does not start it again, nor does a new syncer let it in.
+    os.kill(next(pid for pid, words in processes_of(run_dir).items() if " syncer " in words), signal.SIGKILL)
+    wait_for(lambda: status(run_dir).get("epoch") == 2 and status(run_dir)["state"] == "running", "failover", process)
+    again = ("learner", run_dir / "config.yaml", "--island", "island-1", "--run-dir", run_dir)
+    ended = run(*again)
+    assert ended.returncode == WRONG_INPUT and last in ended.stderr.splitlines()[-1], ended.stderr
+    assert "Traceback" not in ended.stderr
+    merged = notes(run_dir, "merged", "island-1")
+    assert f"banned: island-1 ({WHY})" in call("status", run_dir).stdout
+    assert call("admit", "island-1", run_dir).returncode == 0
+    returned = start(*again, step_s=0.04)
+    wait_for(lambda: notes(run_dir, "merged", "island-1") > merged, "a merge of the admitted island", returned)
+    output = interrupted(process)
+    returned.wait(60.0)
+    assert output.count("island-1 is banned; not started again") == 1
+    assert notes(run_dir, "banned", "island-1") == notes(run_dir, "admitted", "island-1") == 1
+    audit = json.loads(call("audit", run_dir, "--json").stdout)
+    assert audit["violations"] == 0
+    assert [(each["action"], each["learner"]) for each in audit["operations"]] == [
+        ("ban", "island-1"),
+        ("admit", "island-1"),
+    ]
