@@ -81,7 +81,7 @@ def test_only_known_requests_with_allowed_names_are_read() -> None:
     sent = pb.OperatorRequest(action=BAN, learner_id="a", why="bad data").SerializeToString()
     assert read_operator_request(sent) == (BAN, "a", "bad data")
     assert read_drain_request(pb.DrainRequest(learner_id="a").SerializeToString()) == LEAVE
-    # A ban of this release is no drain for an older one: the call itself is unknown there.
+    # A syncer never drains on this call.
     for action, name, words in (
         (DRAIN, "a", "cannot do 'drain'"),
         ("", "a", "cannot do ''"),
