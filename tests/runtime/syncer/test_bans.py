@@ -5,10 +5,18 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from diloco_jax.protocol.syncer.subscribers import Subscribers
+from diloco_jax.protocol.syncer.tape import TapedSyncer
 from diloco_jax.runtime.records.signals import WRONG_INPUT
+from diloco_jax.runtime.syncer.run import SyncerDriver
+from diloco_jax.transport.session.operator_requests import ADMIT, BAN, DRAIN, OperatorRequest
+from tests.protocol.syncer_inputs import running
 from tests.runtime.helpers import (
     call,
     interrupted,
@@ -30,6 +38,34 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """Yield a folder, and end the processes of its run after the test."""
     yield tmp_path
     kill_processes(tmp_path)
+
+
+def test_the_answers_to_an_operator_and_the_order_of_their_records() -> None:
+    machine, done = running("a", "b", quorum=2), list[str]()
+    taped = TapedSyncer(machine, lambda line: done.append(json.loads(line)[0]))
+    context: Any = SimpleNamespace(
+        taped=taped,
+        tape=SimpleNamespace(flush=lambda: done.append("flush")),
+        machine=machine,
+        model=None,
+        clock=SimpleNamespace(now_s=lambda: 4.0),
+        config=SimpleNamespace(protocol=machine.config),
+    )
+    listener = MagicMock(send=lambda peer, message, payload=b"": done.append(type(message).__name__))
+    watch, other = MagicMock(tell=lambda: done.append("status")), MagicMock()
+    driver = SyncerDriver(context, listener, other, other, other, watch, Subscribers(machine, ""))
+    driver._adrift["b"] = 3.0
+    lifts = "`diloco admit b RUN` lifts the ban"
+    pauses = "rounds pause until 2 learners are live (protocol.quorum), 1 are"
+    assert listener.on_operator(OperatorRequest(BAN, "b", WHY)) == f"b is banned and expelled; {lifts}; {pauses}"
+    assert done[:3] == ["ban", "flush", "Expel"] and done[-1] == "status" and not driver._adrift
+    assert listener.on_operator(OperatorRequest(BAN, "c", WHY)).startswith("c is banned; `diloco admit c RUN` lifts")
+    assert listener.on_operator(OperatorRequest(ADMIT, "b")) == (
+        "b is admitted: it may join again, so start its process again"
+    )
+    assert listener.on_operator(OperatorRequest(DRAIN, "a")).startswith("a leaves after its current step")
+    with pytest.raises(ValueError, match="'b' is not banned"):
+        listener.on_operator(OperatorRequest(ADMIT, "b"))
 
 
 @pytest.mark.long
