@@ -1,13 +1,12 @@
 """All checkers, in the order of their calls."""
 
-from diloco_jax.sim.invariants.bans import BansHold
 from diloco_jax.sim.invariants.budget import BudgetHolds
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.invariants.deltas import DeltasApply, WholeWhereNeeded
 from diloco_jax.sim.invariants.evaluations import ScoresAreOfTheModel
 from diloco_jax.sim.invariants.exclusions import ExclusionsHold
 from diloco_jax.sim.invariants.failover import AnchorsAgree, StateRoundTrip, TapeReplays
-from diloco_jax.sim.invariants.hostile import HostileIsHarmless
+from diloco_jax.sim.invariants.hostile import BansHold, HostileIsHarmless
 from diloco_jax.sim.invariants.learners import (
     CopiesBounded,
     FreshLearnersKeepQuiet,

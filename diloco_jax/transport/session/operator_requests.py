@@ -15,7 +15,7 @@ OPERATOR_ANSWER_S = 3.0
 
 
 class OperatorRequest(NamedTuple):
-    """What an operator wants to happen to a learner."""
+    """Request of an operator about a learner."""
 
     # DRAIN, BAN or ADMIT.
     action: str

@@ -74,9 +74,9 @@ def test_an_island_is_banned_refused_after_a_restart_of_the_syncer_and_admitted(
     run_dir = folder / "run"
     config = write_config(
         folder,
-        islands={"count": 3, "devices": 1, "restart_delay_s": 0.1},
+        islands={"count": 2, "devices": 1, "restart_delay_s": 0.1},
         train={"steps": 1_000_000, "eval_every": 0},
-        protocol={"sync_every": 4, "num_fragments": 2, "quorum": 2, "snapshot_every": 10},
+        protocol={"sync_every": 4, "num_fragments": 2, "quorum": 1, "snapshot_every": 10},
     )
     process = start("train", config, "--quiet", "--run-dir", run_dir, step_s=0.04)
     wait_for(lambda: notes(run_dir, "merged", "island-1") > 2, "merges of island-1", process)
