@@ -9,8 +9,8 @@ from diloco_jax.cli.parser import Command, Parser, build_parser
 
 GROUPS: Mapping[str, tuple[Command, ...]] = {
     "run, and watch it": (
-        runs.train, records.status, records.view, records.drain, records.profile, records.report, records.compare,
-        follow.follow, runs.chaos,
+        runs.train, records.status, records.view, records.drain, records.ban, records.admit, records.profile,
+        records.report, records.compare, follow.follow, runs.chaos,
     ),
     "prepare": (
         first.init, first.data, first.tokenize, inference.begin, prepare.doctor, prepare.plan, prepare.preflight,

@@ -1,4 +1,4 @@
-"""Subcommands about an existing run: watch it, drain a learner, report, compare, replay, audit."""
+"""Subcommands about an existing run: watch it, drain, ban or admit a learner, report, compare, replay, audit."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _watch(
     return view.status
 
 
-def _drain_options(parser: Parser) -> None:
+def _operator_options(parser: Parser) -> None:
     parser.takes_json()
     parser.add_argument("learner", help="name of the learner, such as island-0")
     parser.add_argument("run", help="folder of the run, or host:port of its syncer")
@@ -114,22 +114,47 @@ def _drain_options(parser: Parser) -> None:
     )
 
 
-@command("drain", "Let one learner leave after its current step; the others continue.", _drain_options)
+def _ban_options(parser: Parser) -> None:
+    _operator_options(parser)
+    parser.add_argument("--why", default="", metavar="TEXT", help="reason, which the banned learner gets; required")
+
+
+@command("drain", "Let one learner leave after its current step; the others continue.", _operator_options)
 def drain(arguments: argparse.Namespace) -> int:
+    return _operate(arguments)
+
+
+@command("ban", "Expel one learner, and refuse its name until it is admitted again.", _ban_options)
+def ban(arguments: argparse.Namespace) -> int:
+    from diloco_jax.protocol.bans import wrong_reason
+
+    if wrong := wrong_reason(arguments.why):
+        raise ValueError(wrong)
+    return _operate(arguments, arguments.why)
+
+
+@command("admit", "Lift the ban of one learner, so that it may join again.", _operator_options)
+def admit(arguments: argparse.Namespace) -> int:
+    return _operate(arguments)
+
+
+def _operate(arguments: argparse.Namespace, why: str = "") -> int:
+    """Send the request of the command's name to the syncer, and print its answer."""
     from diloco_jax.runtime.records.status import is_address, syncer_at
     from diloco_jax.transport.link import TransportConfig
-    from diloco_jax.transport.session.calls import ask_drain
+    from diloco_jax.transport.session.calls import ask_operator
+    from diloco_jax.transport.session.operator_requests import OperatorRequest
 
     run, config = arguments.run, arguments.config
     if config is None and not is_address(run):
         config = run_config(run)
     known = TransportConfig() if config is None else load(config).transport
     address = syncer_at(run, known, allow_plaintext=arguments.allow_plaintext)
-    ok, message = ask_drain(address, arguments.learner)
+    ok, message = ask_operator(address, OperatorRequest(arguments.name, arguments.learner, why))
     if arguments.json:
         print(json.dumps({"learner": arguments.learner, "ok": ok, "message": message}))
     else:
-        print(message if ok else f"diloco drain: {message}", file=sys.stdout if ok else sys.stderr)
+        print(message if ok else f"diloco {arguments.name}: {message}", file=sys.stdout if ok else sys.stderr)
     return 0 if ok else FAILED
 
 

@@ -155,8 +155,8 @@ class Note(NamedTuple):
     """Show a decision in logs and on the timeline; a driver must not act on it."""
 
     # "closed", "merged", "abandoned", "joined", "left", "disconnected", "silent", "back", "finished", "restarted",
-    # "restored", "lost", "recovering", "recovered", "strike", "expelled", "unmerged", "released", "evaluating" or
-    # "unevaluated".
+    # "restored", "lost", "recovering", "recovered", "strike", "expelled", "banned", "admitted", "unmerged",
+    # "released", "evaluating" or "unevaluated".
     kind: str
     global_step: int
     # -1 if the note is not about a fragment.

@@ -4,7 +4,7 @@ States of a member, and what moves it:
 
     joining  --first report that holds every fragment-->  active
     joining, active  --no message for silence_s-->           silent  --any message-->  joining or active
-    any      --disconnect, leave, expulsion-->             gone    --hello-->        joining or active
+    any      --disconnect, leave, expulsion, ban-->        gone    --hello-->        joining or active
     any      --hello of a newer incarnation-->             joining (counters of the old one are added to the totals)
 
 Only active members count as live. A disconnected member keeps its record, because its totals belong to the run.
@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from math import inf
 from typing import Any
 
+from diloco_jax.protocol.bans import Bans
 from diloco_jax.protocol.closing import LEAST_STEP_S, PACE_FACTOR, PACE_REPORTS, SHORT_STEP_S
 from diloco_jax.protocol.corpora import Corpora
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
@@ -59,6 +60,16 @@ def other_run(learner_id: str, theirs: str, ours: str, why: str = "") -> str:
     )
 
 
+def wrong_name(learner_id: str) -> str:
+    """Return why no learner can have this name; "" if one can."""
+    if learner_id == SYNCER or not learner_id:
+        return f"the name {learner_id!r} is reserved; give the learner another name"
+    # Drivers use the name in file names.
+    if not _NAME.fullmatch(learner_id):
+        return f"the name {learner_id[:80]!r} is not allowed; use up to 64 letters, digits, '.', '_', '-'"
+    return ""
+
+
 class Membership:
     """The members by name, and the number of live ones."""
 
@@ -73,6 +84,7 @@ class Membership:
         self.live = 0
         # Id of the run; "" if an older release started it.
         self.run = ""
+        self.bans = Bans()
 
     def expect(self, what: str, value: str) -> None:
         """Replace the expected value of one entry of the fingerprint, which greeting learners must match."""
@@ -105,11 +117,8 @@ class Membership:
             rewound: the epoch that last put the run back to a snapshot; 0 if none. Earlier epochs are refused.
             newest: the newest round; None while a restarted syncer still collects versions from learners.
         """
-        if hello.learner_id == SYNCER or not hello.learner_id:
-            return f"the name {hello.learner_id!r} is reserved; give the learner another name"
-        # Drivers use the name in file names.
-        if not _NAME.fullmatch(hello.learner_id):
-            return f"the name {hello.learner_id[:80]!r} is not allowed; use up to 64 letters, digits, '.', '_', '-'"
+        if wrong := wrong_name(hello.learner_id) or self.bans.refusal(hello.learner_id):
+            return wrong
         if not OLDEST <= hello.speaks <= PROTOCOL:
             which = "the syncer first, then the islands" if hello.speaks > PROTOCOL else hello.learner_id
             return (
@@ -255,7 +264,13 @@ class Membership:
 
     def state(self) -> dict[str, Any]:
         members = [member.to_plain() for member in self.members.values()]
-        return {"members": members, "agreed": dict(self.agreed), "run": self.run, "corpora": self.corpora.state()}
+        return {
+            "members": members,
+            "agreed": dict(self.agreed),
+            "run": self.run,
+            "corpora": self.corpora.state(),
+            "bans": self.bans.state(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.members = {member.learner_id: member for member in map(Member.from_plain, state["members"])}
@@ -264,3 +279,4 @@ class Membership:
         # Older releases wrote neither.
         self.run = str(state.get("run", ""))
         self.corpora.restore(state.get("corpora", {}))
+        self.bans.restore(state.get("bans", ()))

@@ -308,7 +308,7 @@ class Refuse(NamedTuple):
 
 
 class Expel(NamedTuple):
-    """This incarnation must stop, because its values were unusable; a new one may join."""
+    """This incarnation must stop. If its values were unusable, a new one may join; if it is banned, none may."""
 
     reason: str
 

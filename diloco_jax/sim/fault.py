@@ -12,7 +12,7 @@ SYNCER_KINDS = ("syncer_crash", "rewind")
 KINDS = (
     *("crash", "disconnect", "pause", "slow", "partition", "hold", "narrow", "corrupt", "poison", "hostile"),
     *("mute", "late"),
-    *("donor_crash", "leave", "drain", "join"),
+    *("donor_crash", "leave", "drain", "ban", "join"),
     *SYNCER_KINDS,
 )
 
@@ -38,6 +38,7 @@ class Fault(NamedTuple):
         continues from the newest snapshot.
     leave: the learner says goodbye and ends for good.
     drain: the syncer asks the learner to leave.
+    ban: an operator bans the learner, and admits it after `duration_s`.
     join: the learner starts only now.
 
     Attributes:

@@ -63,6 +63,10 @@ class FaultInjector:
             if fault.breaks_snapshot and not self._syncer_node.disk.final:
                 self._syncer_node.disk.break_newest()
             self._plan_end(fault, self._syncer_node.restart)
+        elif fault.kind == "ban":
+            for name in fault.learners:
+                self._syncer_node.ban(name)
+                self._plan_end(fault, partial(self._admit, self._learners[name]))
         elif fault.kind in ARMED:
             self._seek(fault)
         else:
@@ -123,6 +127,17 @@ class FaultInjector:
         self._syncer_node.hostile.names.discard(learner.node.name)
         if learner.node.process is not None:
             learner.kill(learner.node.process, NEVER_S)
+            learner.start()
+
+    def _admit(self, learner: LearnerDriver) -> None:
+        """Admit a banned learner and start it again; an operator without a syncer asks again later."""
+        if not self._syncer_node.process.alive:
+            self.pending += 1
+            end = partial(self._admit, learner)
+            self._engine.at(self._engine.now_s + SEEK_EVERY_S, self._end, (end, None, None))
+            return
+        node = learner.node
+        if self._syncer_node.admit(node.name) and node.process is None and node.incarnation > 0 and not node.gone:
             learner.start()
 
     def _seek(self, fault: Fault) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+from diloco_jax.protocol.bans import BANNED
 from diloco_jax.protocol.corpora import OwnCorpus
 from diloco_jax.protocol.effects import AdoptState, Drop, Effect, EvaluateModel, Finish, SaveState, Send, Stage, Unstage
 from diloco_jax.protocol.learner.machine import STOPPED
@@ -189,7 +190,7 @@ class LearnerDriver:
             if notice_s < NEVER_S and link.lost is not None:
                 self._engine.at(self._engine.now_s + notice_s, link.lost, link)
 
-    def _end(self, process: LearnerProcess, *, for_good: bool) -> None:
+    def _end(self, process: LearnerProcess, *, for_good: bool, starts_again: bool = False) -> None:
         """End a process whose machine has finished; its link closes when everything is sent."""
         link, process.link, process.linked_s = process.link, None, NEVER_S
         if link is not None and link.lost is not None:
@@ -197,6 +198,7 @@ class LearnerDriver:
         self._forget(process)
         if for_good:
             self.node.gone = True
+        if not starts_again:
             self._left()
         else:
             self.start_later(self._engine.now_s + SUPERVISOR_S)
@@ -342,7 +344,11 @@ class LearnerDriver:
         machine = process.machine
         if machine.state == STOPPED:
             if not process.step.runs:
-                self._end(process, for_good=not process.finished.startswith(("refused", "expelled")))
+                # As with an older release, the process of a learner that was expelled by a ban is started once more.
+                # A refused one stays away until its operator starts it again.
+                banned = process.finished.startswith("refused") and BANNED in process.finished
+                again = process.finished.startswith(("refused", "expelled"))
+                self._end(process, for_good=not again, starts_again=again and not banned)
             return
         if not (process.step.runs or process.loading) and machine.may_step():
             self._begin_step(process, now_s)

@@ -4,11 +4,12 @@ Restart: a new process loads the newest readable snapshot and replays every late
 bring newer values. Rewind: if all processes have ended, the run continues from the newest readable snapshot alone.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 from diloco_jax.protocol.effects import Send
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.tape import Moment, count_epochs, replay
+from diloco_jax.protocol.syncer.tape import Moment, count_epochs, repeat_bans, replay
 from diloco_jax.sim.disk import Disk
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.fault import Fault
@@ -98,6 +99,23 @@ class SyncerNode:
             if effect.peer in process.heard:
                 self._world.network.send(process.heard[effect.peer].down, effect.message)
 
+    def ban(self, learner_id: str) -> None:
+        """Ban a learner, as an operator does with `diloco ban`."""
+        process = self.process
+        if process.alive:
+            # The operator reads why the ban is refused.
+            with contextlib.suppress(ValueError):
+                process.execute(process.inputs.on_ban(learner_id, "the operator of the simulation", self._engine.now_s))
+
+    def admit(self, learner_id: str) -> bool:
+        """Admit a learner, as an operator does with `diloco admit`; return whether it was banned."""
+        process = self.process
+        try:
+            process.execute(process.inputs.on_admit(learner_id, self._engine.now_s))
+        except ValueError:
+            return False
+        return True
+
     def crash(self) -> None:
         """End the process now, or in the middle of the effects of its next input."""
         random = self._engine.random
@@ -176,6 +194,8 @@ class SyncerNode:
             self._world.norms.begin(snapshot.histories)
         epoch = count_epochs(self.tape) + 1
         process = self.process = self._new_process(self.new_syncer(), snapshot.values)
+        # A rewind keeps the bans of the whole tape.
+        repeat_bans(self.tape, process.machine)
         for observer in self._world.observers:
             observer.on_syncer_back(process.machine, snapshot.global_step, now_s)
         process.execute(process.taped.on_rewind(snapshot.state(), snapshot.global_step, epoch, now_s))

@@ -346,6 +346,13 @@ COMMAND_LINES = (
     Wrong("status 10.0.0.1:5000", "'10.0.0.1:5000'", "is not loopback", "set transport.tls_ca"),
     Wrong("drain island-0 none", "none", "is not the folder of a run: it has no config.yaml", "give one, such as"),
     Wrong("drain island-0 damaged", "damaged/syncer.address is 'nonsense'", "a port up to 65535", "write host:port"),
+    Wrong("ban island-0 none", "a ban needs a reason", "needs", "give one with --why TEXT"),
+    Wrong(f"ban island-0 none --why {'x' * 201}", "has 201 characters", "the limit is 200", "shorten it"),
+    Wrong("ban island-0 none --why 'a\tb'", r"'a\tb' has unprintable", "such as a line break", "give one line of text"),
+    Wrong(
+        "ban island-0 none --why x", "none", "is not the folder of a run: it has no config.yaml", "give one, such as"
+    ),
+    Wrong("admit island-0 damaged", "damaged/syncer.address is 'nonsense'", "a port up to 65535", "write host:port"),
     Wrong("profile damaged --island island-0", "'island-0'", "there are: none yet", "name one, and the run's folder"),
     Wrong("profile damaged --island island-0 --steps 0", "--steps is 0", "1 to 1000", "use"),
     Wrong("audit none", "none", "is not the folder of a run: it has no config.yaml", "give one, such as runs/NAME"),

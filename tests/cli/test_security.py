@@ -14,6 +14,7 @@ from diloco_jax.settings import text as config
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.session.operator_requests import DRAIN, OperatorRequest
 from diloco_jax.transport.trust.security import credentials
 from tests.limits import HANGS_S
 
@@ -71,16 +72,17 @@ def run_dir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Path
     listener.status_json = json.dumps({"run": "run", "global_step": 3})
     stop = threading.Event()
 
-    def on_drain(name: str) -> str:
+    def on_operator(request: OperatorRequest) -> str:
+        action, name, why = request
         if name != "island-0":
             raise ValueError(f"there is no learner {name!r}")
-        return f"{name} leaves"
+        return f"{name} leaves" if action == DRAIN else f"{action} of {name} {why}"
 
     def drive() -> None:
         while not stop.is_set():
             listener.receive(HANGS_S)
 
-    listener.on_drain = on_drain
+    listener.on_operator = on_operator
     driver = threading.Thread(target=drive)
     driver.start()
     yield tmp_path
@@ -102,6 +104,17 @@ def test_drain_and_status_use_the_credentials_of_the_run(run_dir: Path, capsys: 
     assert json.loads(capsys.readouterr().out) == expected
     assert cli.main(["status", address, *credentials, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["global_step"] == 3
+
+
+@pytest.mark.net
+def test_ban_and_admit_send_their_requests(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ban", "island-0", str(run_dir), "--why", "bad data"]) == 0
+    assert cli.main(["admit", "island-0", str(run_dir), "--json"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "ban of island-0 bad data"
+    assert json.loads(shown[1]) == {"learner": "island-0", "ok": True, "message": "admit of island-0 "}
+    assert cli.main(["admit", "island-7", str(run_dir)]) == cli.FAILED
+    assert capsys.readouterr().err == "diloco admit: there is no learner 'island-7'\n"
 
 
 @pytest.mark.net

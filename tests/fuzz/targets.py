@@ -292,7 +292,13 @@ def run_identity(data: bytes) -> None:
 
 def run_drain_request(data: bytes) -> None:
     with contextlib.suppress(ValueError):
-        assert len(calls.read_drain_request(data)) <= 100
+        assert len(calls.read_drain_request(data).learner_id) <= 100
+
+
+def run_operator_request(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        request = calls.read_operator_request(data)
+        assert len(request.learner_id) <= 100 and request.action in ("ban", "admit")
 
 
 FRAGMENTS = plan_fragments({"a": (1500,), "b": (3, 5), "c": (40, 30), "d": (2000,)}, 2).fragments
@@ -462,6 +468,9 @@ TARGETS = {
             b"",
         ),
         run_blocks,
+    ),
+    "operator_request": Target(
+        (pb.OperatorRequest(action="ban", learner_id="a", why="bad data").SerializeToString(),), run_operator_request
     ),
     "drain_request": Target((pb.DrainRequest(learner_id="a").SerializeToString(),), run_drain_request),
     "codec": Target(

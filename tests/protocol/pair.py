@@ -17,7 +17,7 @@ from diloco_jax.protocol.learner.recovery import Saved
 from diloco_jax.protocol.messages import STOPPED_OUTSIDE, SYNCER, FragmentValue, Heartbeat, Message, Refuse
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.tape import Moment, TapedSyncer, count_epochs, replay
+from diloco_jax.protocol.syncer.tape import Moment, TapedSyncer, count_epochs, repeat_bans, replay
 from tests.protocol.drivers import LearnerDriver, SyncerDriver, check_fates, saved_by
 from tests.protocol.prose import effect_text, message_text
 
@@ -222,6 +222,15 @@ class Pair:
                 self._execute(effect, None)
         self.deliver()
 
+    def ban(self, name: str, why: str = "bad data") -> None:
+        """Let an operator ban a learner."""
+        self._run_syncer(self._taped.on_ban(name, why, self.now_s))
+        self.deliver()
+
+    def admit(self, name: str) -> None:
+        """Let an operator admit a learner again."""
+        self._run_syncer(self._taped.on_admit(name, self.now_s))
+
     def lose_wire(self, name: str) -> list[Message]:
         """Lose all messages from and to the learner; neither side notices it."""
         lost = [message for sender, receiver, message in self.wire if name in (sender, receiver)]
@@ -273,6 +282,7 @@ class Pair:
         self.driver.die()
         newest = self.driver.snapshots[-1]
         self.syncer = self._new_syncer()
+        repeat_bans(self.tape, self.syncer)
         self._taped = TapedSyncer(self.syncer, self.tape.append)
         epoch = count_epochs(self.tape) + 1
         self._run_syncer(self._taped.on_rewind(json.loads(newest.state), newest.global_step, epoch, self.now_s))

@@ -5,6 +5,7 @@ three things: the values of each fragment, the learners that hold them, and the 
 drivers.py add what drivers may expect of a machine.
 """
 
+import contextlib
 import json
 from collections.abc import Iterator
 
@@ -100,6 +101,17 @@ class Machine(RuleBasedStateMachine):
     def drain(self, name: str) -> None:
         if any(member.learner_id == name for member in self.pair.syncer.membership.connected()):
             self.pair.drain(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def ban(self, name: str) -> None:
+        # Another learner must be live, and the name not be banned.
+        with contextlib.suppress(ValueError):
+            self.pair.ban(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def admit(self, name: str) -> None:
+        with contextlib.suppress(ValueError):
+            self.pair.admit(name)
 
     @rule(name=st.sampled_from(NAMES), useless=st.booleans())
     def poison(self, name: str, useless: bool) -> None:
@@ -209,6 +221,11 @@ class Machine(RuleBasedStateMachine):
         assert fates.leased == sum(fates[1:]) and fates.out == len(out)
 
     @invariant()
+    def no_banned_learner_is_connected(self) -> None:
+        connected = {member.learner_id for member in self.pair.syncer.membership.connected()}
+        assert not connected & {name for name, _ in self.pair.syncer.membership.bans}
+
+    @invariant()
     def rounds_are_few(self) -> None:
         assert len(self.pair.syncer.rounds.flying) <= max(1, self.pair.config.overlap_steps)
 
@@ -223,6 +240,9 @@ class Machine(RuleBasedStateMachine):
         pair.holds_merges = False
         pair.wire.clear()
         pair.merge()
+        for name in NAMES:
+            with contextlib.suppress(ValueError):
+                pair.admit(name)
         for _ in range(HEALING_MAX):
             if pair.syncer.finished:
                 break

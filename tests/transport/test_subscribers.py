@@ -11,7 +11,8 @@ from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.endpoints.greeting import Description, ask_description
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import LEARNER_TYPES, SUBSCRIBER, TransportError
-from diloco_jax.transport.session.calls import ask_drain
+from diloco_jax.transport.session.calls import ask_operator
+from diloco_jax.transport.session.operator_requests import DRAIN, OperatorRequest
 from diloco_jax.transport.session.stream import Outgoing
 from diloco_jax.transport.trust import certificates
 from tests.transport.ends import CONFIG, LIMIT, Ends, greet, hear, hear_end, hear_message
@@ -134,7 +135,7 @@ def test_a_certificate_of_a_subscriber_permits_nothing_but_to_follow(
     for attempt in (
         lambda: ends.connect("reader", **own),
         lambda: ask_description(there, "reader", numbered=True),
-        lambda: ask_drain(there, "reader"),
+        lambda: ask_operator(there, OperatorRequest(DRAIN, "reader")),
     ):
         with pytest.raises(TransportError, match="the certificate is that of 'subscriber/reader'"):
             attempt()

@@ -408,6 +408,14 @@ class RoundBook:
             if round_.asked.pop(learner_id, None) is not None:
                 self.settle(round_, now_s)
 
+    def withdraw(self, member: Member) -> None:
+        """Remove a banned learner's values from the rounds that have not started to merge; its steps were not used."""
+        for round_ in self.flying.values():
+            if round_.phase == PULLING and round_.values.pop(member.learner_id, None) is not None:
+                round_.former.discard(member.learner_id)
+                member.credit.merged_base.pop(round_.fragment_id, None)
+                self._drop(member.learner_id, "it was banned before the merge of its value", round_.global_step)
+
     def clear(self) -> None:
         """Give up every round in flight."""
         self.effects.extend([Discard(round_.global_step) for round_ in self.flying.values()])

@@ -330,6 +330,11 @@ class Comeback:
         if self.restoring is not None:
             self.restoring.on_lost(learner_id, last=not self.membership.present())
 
+    def forget(self, learner_id: str) -> None:
+        """Wait no more for a learner that cannot return."""
+        if self.restoring is not None:
+            self.restoring.awaited.discard(learner_id)
+
     def proceed(self, now_s: float) -> None:
         """Request what is wanted, and continue the run when nothing more can arrive."""
         self.ask(now_s)

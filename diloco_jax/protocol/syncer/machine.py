@@ -292,6 +292,22 @@ class Syncer:
             raise ValueError(f"no learner {learner_id[:80]!r} is connected; there are {there}")
         return [Send(learner_id, messages.Stop(self.global_step, messages.DRAINED))]
 
+    def on_ban(self, learner_id: str, why: str, now_s: float) -> list[Effect]:
+        """Exclude a learner from the run, because an operator does not want it; its greetings are refused from now on.
+
+        Raises:
+            ValueError: the ban is not possible, and nothing has changed; the message has the reason.
+        """
+        self.roster.ban(learner_id, why, now_s)
+        self.comeback.proceed(now_s)
+        self.rounds.proceed(now_s)
+        return self._effects.drain()
+
+    def on_admit(self, learner_id: str, now_s: float) -> list[Effect]:
+        """Lift the ban of a learner; ValueError if there is none."""
+        self.roster.admit(learner_id)
+        return self._effects.drain()
+
     def on_restart(self, held: Sequence[int], digests: Sequence[int], now_s: float) -> list[Effect]:
         """Continue in a new process: links, and values in transit, are lost (comeback.py).
 
@@ -311,7 +327,7 @@ class Syncer:
         return []
 
     def on_rewind(self, epoch: int, now_s: float) -> list[Effect]:
-        """Continue the whole run from the snapshot that was just restored; what came after it is void.
+        """Continue the whole run from the snapshot that `go_back` just restored; what came after it is void.
 
         Args:
             epoch: this epoch of the syncer, above every earlier one.
@@ -323,6 +339,7 @@ class Syncer:
         self.roster.check_s = now_s
         self.evaluations.restart(now_s)
         self.comeback.rewind(epoch, now_s)
+        self.roster.release_banned()
         return self._effects.drain()
 
     def next_deadline_s(self) -> float | None:
@@ -426,6 +443,12 @@ class Syncer:
             "lease_check_s": self.roster.check_s,
             "restoring": self.comeback.state(),
         }
+
+    def go_back(self, state: Mapping[str, Any]) -> None:
+        """Restore the state at a snapshot for a rewind; the bans stay as they are now (bans.py)."""
+        bans = self.membership.bans.state()
+        self.restore(state)
+        self.membership.bans.restore(bans)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Become the machine that `state()` described; the configuration must be the same."""

@@ -1,11 +1,11 @@
-"""Treatment of members by the syncer: signs of life, silence, loss, data leases, strikes and expulsion."""
+"""Treatment of members by the syncer: signs of life, silence, loss, data leases, strikes, expulsion and bans."""
 
 from dataclasses import dataclass
 
 from diloco_jax.protocol.effects import Effects, Send
 from diloco_jax.protocol.leases import LeaseBooks
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
-from diloco_jax.protocol.membership import Membership
+from diloco_jax.protocol.membership import Membership, wrong_name
 from diloco_jax.protocol.messages import ON_PURPOSE, Expel, Hello, Lease, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.book import RoundBook
@@ -141,6 +141,53 @@ class Roster:
         self._note("expelled", member, reason)
         self.lose(member, DISCONNECTED, "expelled", now_s)
         self.release(member)
+
+    def ban(self, learner_id: str, why: str, now_s: float) -> None:
+        """Exclude a learner of this name from the run, whether it is connected, disconnected or unknown.
+
+        A merge that has started keeps the learner's value, because the driver computes it already. No later merge gets
+        one.
+
+        Raises:
+            ValueError: the ban is not possible, and nothing has changed; the message has the reason.
+        """
+        member = self.membership.members.get(learner_id)
+        self._check_ban(learner_id, why)
+        self.membership.bans.add(learner_id, why)
+        self.effects.append(self.progress.note("banned", -1, (learner_id,), why))
+        if member is None:
+            return
+        self.rounds.withdraw(member)
+        if member.state != DISCONNECTED:
+            self.effects.append(Send(learner_id, Expel(self.membership.bans.refusal(learner_id))))
+            self.lose(member, DISCONNECTED, "banned", now_s)
+        self.comeback.forget(learner_id)
+        self.release(member)
+
+    def _check_ban(self, learner_id: str, why: str) -> None:
+        if wrong := wrong_name(learner_id):
+            raise ValueError(wrong)
+        self.membership.bans.check_new(learner_id, why)
+        if self.progress.finished:
+            raise ValueError(f"the run is complete, so {learner_id} cannot be banned; its learners stop by themselves")
+        if [member.learner_id for member in self.membership.live_members()] == [learner_id]:
+            raise ValueError(
+                f"{learner_id} is the only live learner, so its ban would end the training; stop the run instead, with "
+                "Ctrl-C or SIGTERM to its syncer"
+            )
+
+    def admit(self, learner_id: str) -> None:
+        """Lift the ban of a name; ValueError if there is none."""
+        self.membership.bans.lift(learner_id)
+        self.effects.append(self.progress.note("admitted", -1, (learner_id,), "its ban is lifted, it may join again"))
+
+    def release_banned(self) -> None:
+        """Give the data of banned learners to others, after a rewind to a time when they were members."""
+        if self.progress.finished:
+            return
+        for learner_id, _ in self.membership.bans:
+            if (member := self.membership.members.get(learner_id)) is not None:
+                self.release(member)
 
     def watch_shares(self) -> None:
         """Note, once, each live learner that no round has merged for a long time."""

@@ -18,6 +18,9 @@ hash chain over all earlier lines (runtime/records/tape_chain.py); it identifies
 a snapshot and the driver skipped it, there is no line. Older releases wrote no head, and no line for a snapshot that
 the machine had asked for.
 
+Lines ["ban", now_s, name, why] and ["admit", now_s, name] are the requests of an operator that were granted. A rewind
+does not undo them (protocol/bans.py), so a driver repeats those after the snapshot before it goes back (`repeat_bans`).
+
 A line ["merged", now_s, global_step, digest, excluded, evidence] ends with the measurements that decided who was
 excluded, as an object with the fields of `Evidence` (protocol/exclusion.py). Older releases wrote none.
 """
@@ -147,6 +150,18 @@ class TapedSyncer:
         # A drain changes nothing in the machine, so it is not on the tape.
         return self.syncer.on_drain(learner_id, now_s)
 
+    def on_ban(self, learner_id: str, why: str, now_s: float) -> list[Effect]:
+        # A ban that is refused changes nothing and must not be on the tape, so the machine decides first. The line is
+        # still written before any effect is executed.
+        effects = self.syncer.on_ban(learner_id, why, now_s)
+        self._write("ban", now_s, learner_id, why)
+        return effects
+
+    def on_admit(self, learner_id: str, now_s: float) -> list[Effect]:
+        effects = self.syncer.on_admit(learner_id, now_s)
+        self._write("admit", now_s, learner_id)
+        return effects
+
     def on_tick(self, now_s: float) -> list[Effect]:
         self._write("tick", now_s)
         return self.syncer.on_tick(now_s)
@@ -166,9 +181,12 @@ class TapedSyncer:
     def on_rewind(
         self, state: Mapping[str, Any], global_step: int, epoch: int, now_s: float, head: str = ""
     ) -> list[Effect]:
-        """Go back to the state at the snapshot with this global step and head, and start epoch `epoch`."""
+        """Go back to the state at the snapshot with this global step and head, and start epoch `epoch`.
+
+        The machine must have the bans of the whole tape: `repeat_bans` repeats those after the snapshot.
+        """
         self._write("rewind", now_s, global_step, epoch, STAMP, *([head] if head else []))
-        self.syncer.restore(dict(state))
+        self.syncer.go_back(state)
         return self.syncer.on_rewind(epoch, now_s)
 
 
@@ -307,6 +325,22 @@ def _made(steps: Any, tokens: Any, text: Any = "") -> Limits:
     return Limits(int(steps), int(tokens), str(text))
 
 
+def repeat_bans(lines: Iterable[str], syncer: Syncer) -> None:
+    """Give a machine the bans of an operator on these lines of its tape, without the effects.
+
+    Args:
+        lines: the tape from the machine's moment on.
+    """
+    bans = syncer.membership.bans
+    for line in lines:
+        if line.startswith(('["ban"', '["admit"')):
+            try:
+                kind, _, learner_id, *why = json.loads(line)
+                bans.add(learner_id, *why) if kind == "ban" else bans.lift(learner_id)
+            except _NOT_A_LINE as error:
+                raise ValueError(f"a line of the tape cannot be read ({error}): {line[:120]!r}") from error
+
+
 def count_epochs(lines: Iterable[str]) -> int:
     """Count the epochs of the syncer that a tape has seen: 1, and one more for each restart and rewind."""
     return 1 + sum(line.startswith(_LATER_EPOCHS) for line in lines)
@@ -322,6 +356,10 @@ def _apply(
             return syncer.on_disconnect(learner_id, incarnation, reason, now_s)
         case "merged", [global_step, digest, excluded, *_]:
             return syncer.on_merged(int(global_step), int(digest), tuple(excluded), now_s)
+        case "ban", [str(learner_id), str(why)]:
+            return syncer.on_ban(learner_id, why, now_s)
+        case "admit", [str(learner_id)]:
+            return syncer.on_admit(learner_id, now_s)
         case "tick", _:
             return syncer.on_tick(now_s)
         case "snapshot", [int(), *_]:
@@ -338,7 +376,7 @@ def _apply(
         case "rewind", [int(), epoch, *_]:
             moment = back_to(kind, arguments)
             assert moment is not None, "it begins an epoch"
-            syncer.restore(dict(states.at(moment)))
+            syncer.go_back(states.at(moment))
             return syncer.on_rewind(int(epoch), now_s)
     raise ValueError(f"unknown input {kind!r}, or not its arguments")
 

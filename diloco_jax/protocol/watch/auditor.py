@@ -49,6 +49,8 @@ class Auditor:
         # Epochs of the syncer that are still to start from the initial model; unknown without `uses`.
         self._to_beginning = 1 if uses is None else uses.get(BEGINNING, 0)
         self._number = 0
+        # The operators' bans and admits, in their order.
+        self.operations: list[dict[str, Any]] = []
 
     def take(self, line: list[Any], effects: list[Effect]) -> None:
         """Record one input of the tape and its effects."""
@@ -70,6 +72,9 @@ class Auditor:
             self._begin_epoch(kind, moment, line)
         elif kind == "merged":
             self._version(line[2], line[4])
+        elif kind in ("ban", "admit"):
+            why = {"reason": line[3]} if kind == "ban" else {}
+            self.operations.append({"action": kind, "learner": line[2], "t": line[1], **why})
         for effect in effects:
             self._effect(effect, kind)
         for moment in captured(kind, line[2:], effects):

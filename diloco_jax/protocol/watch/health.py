@@ -49,6 +49,8 @@ def _condition(syncer: Syncer, member: Member, median_s: float | None, now_s: fl
     """
     name, since_s, strikes = member.learner_id, member.since_s, member.credit.strikes
     quiet_s = now_s - member.heard_s
+    if why := syncer.membership.bans.why(name):
+        return "banned", since_s, why
     if member.credit.expelled:
         return "expelled", since_s, f"{strikes} values in a row were not usable"
     if member.state == DISCONNECTED:

@@ -13,7 +13,7 @@ CONDITIONS: tuple[str, ...] = (
     "unanswered",
     "striking",
 )
-CONDITIONS += ("silent", "gone", "expelled", "left")
+CONDITIONS += ("silent", "gone", "expelled", "banned", "left")
 # By condition: the word that people read, where it differs. Files of runs keep the names above.
 SHOWN = {"gone": "disconnected"}
 # Name of a learner's metric: the share of the time in its steps that it waited for samples.

@@ -16,6 +16,7 @@ from pathlib import Path
 from time import time as unix_s
 from typing import NamedTuple
 
+from diloco_jax.protocol.bans import BANNED
 from diloco_jax.protocol.effects import AdoptState, Effect, EvaluateModel
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.recovery import Saved
@@ -48,7 +49,7 @@ from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.runtime.records.files import STATES
 from diloco_jax.runtime.records.liveness import machine_number
 from diloco_jax.runtime.records.pulse import Pulse
-from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, RefusedForGood
+from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT, RefusedForGood
 from diloco_jax.settings.fingerprint import own_corpus
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
@@ -67,7 +68,8 @@ log = logging.getLogger(__name__)
 
 def is_final(reason: str) -> bool:
     """Return whether another start of the learner would be refused for the same reason."""
-    return STALE not in reason and FULL not in reason
+    # The reason of a ban is an operator's text, which may contain any words.
+    return BANNED in reason or (STALE not in reason and FULL not in reason)
 
 
 class Joining(NamedTuple):
@@ -373,7 +375,9 @@ class Joined:
         self._metrics.close()
         self._decisions.ask(lambda machine: self._tape.end(finished or "failed", machine.digests))
         failed = finished.partition(":")[0] in ("", "refused", "expelled")
-        self._host.end(INTERRUPTED if stopped else FAILED if failed else 0)
+        # A supervisor must not restart the other hosts of a banned island.
+        ended = WRONG_INPUT if BANNED in finished else FAILED
+        self._host.end(INTERRUPTED if stopped else ended if failed else 0)
         self._pulse.close()
 
     def _say_last(self, reason: str) -> None:
@@ -390,8 +394,9 @@ class Joined:
         """Raise RefusedForGood if the syncer refuses this learner for good, ConnectionError if not for good."""
         kind, _, reason = self.finished.partition(": ")
         # A learner that has trained may join this run as a new process, unless it belongs to another run.
-        for_good = is_final(reason) and (not self.machine.epoch or OTHER_RUN in reason)
-        if kind == "refused" and for_good:
+        for_good = kind == "refused" and is_final(reason) and (not self.machine.epoch or OTHER_RUN in reason)
+        # A new process of a banned learner would be refused.
+        if for_good or (kind in ("refused", "expelled") and BANNED in reason):
             raise RefusedForGood(f"the syncer at {self._address} refused this learner: {reason}")
         if kind in ("refused", "expelled"):
             raise ConnectionAbortedError(f"the syncer at {self._address} {kind} this incarnation: {reason}")

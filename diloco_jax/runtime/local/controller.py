@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
+from diloco_jax.protocol.bans import BANNED
 from diloco_jax.protocol.messages import RUN_COMPLETE
 from diloco_jax.runtime.learner.joined import Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
@@ -195,6 +196,10 @@ class IslandsRun:
             log.info(f"{name}: {reason}")
             return None
         except Exception as error:
+            if BANNED in str(error):
+                # A ban is not a failure, so the other islands continue.
+                log.error(f"{name} is not started again: {error}")
+                return None
             slice_lost = bool(self._explain(error))
             if isinstance(error, ValueError) and not slice_lost:
                 # Another attempt would fail on the same setting.

@@ -20,6 +20,8 @@ class IslandEnd:
     joined: bool = False
     # Python could not load its program.
     unloadable: bool = False
+    # An operator has banned it from the run.
+    banned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ RULES = (
     EndRule(lambda end: end.status == 0, "left", "{name} left: {last}"),
     # An island that fails after the end of the run has nothing more to do.
     EndRule(lambda end: end.state == COMPLETE, "left"),
+    # A ban is not a failure, so the others continue. After `diloco admit` the user may start the island again.
+    EndRule(lambda end: end.banned, "left", "{name} is banned; not started again: {last}"),
     EndRule(
         lambda end: not after_end(end.status).again or (end.unloadable and not end.joined),
         "failed",

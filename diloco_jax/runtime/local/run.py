@@ -32,7 +32,7 @@ from diloco_jax.runtime.own_loop.surroundings import (
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, HEALTH, LOGS, TAPES, resume_command
 from diloco_jax.runtime.records.liveness import forget_phases, tell_phase, tell_restart
 from diloco_jax.runtime.records.signals import PARENT_ENV, WRONG_INPUT, after_end
-from diloco_jax.runtime.records.status import clear_for_start, complete, last_state
+from diloco_jax.runtime.records.status import clear_for_start, complete, is_banned, last_state
 from diloco_jax.settings.islands import IslandsConfig
 from diloco_jax.settings.run import RunConfig
 
@@ -289,7 +289,8 @@ class LocalRun:
             (self._run_dir / HEALTH / f"{child.name}.ready").unlink(missing_ok=True)
         joined, state = self._joined(child.name), last_state(self._run_dir)
         own_program = bool(self._config.islands.command)
-        rule = rule_of(IslandEnd(code, state, own_program=own_program, joined=joined, unloadable=child.unloadable))
+        banned, unloadable = is_banned(self._run_dir, child.name), child.unloadable
+        rule = rule_of(IslandEnd(code, state, own_program, joined, unloadable, banned))
         if rule.then == "restart":
             self._restart_island(child)
             return

@@ -86,6 +86,7 @@ def compose_status(
         tokens=stats.tokens,
         contributors_per_round=round(stats.contributors_per_round, 3),
         samples=syncer.leases.fates._asdict(),
+        bans=[{"learner": name, "reason": why} for name, why in syncer.membership.bans],
         corpora=corpora_of(syncer, facts.get("eval_scores", {})),
         learners=[
             row
@@ -178,6 +179,12 @@ def start_again(run_dir: Path) -> None:
 def last_state(run_dir: Path) -> str:
     """Return the last state that the syncer wrote, one of those in `compose_status`; "" if there is none."""
     return str(last_status(run_dir).get("state", ""))
+
+
+def is_banned(run_dir: Path, learner_id: str) -> bool:
+    """Return whether the last status lists a learner as banned."""
+    # Statuses of older versions do not have the key.
+    return any(ban["learner"] == learner_id for ban in last_status(run_dir).get("bans", ()))
 
 
 def complete(run_dir: Path) -> bool:

@@ -24,6 +24,7 @@ from diloco_jax.protocol.syncer.tape import (
     back_to,
     count_epochs,
     limits_before,
+    repeat_bans,
     replay,
     returns,
     stamps,
@@ -170,6 +171,7 @@ def _rewind(
             checkpoint.set_aside(other)
     # The state is restored before the tape records it.
     state = _restored(context, snapshot)
+    repeat_bans(read_lines(context.run_dir / TAPE_FILE, snapshot.tape_bytes), context.machine)
     # Epochs are counted from the snapshot on, so that a long tape is not read whole.
     epoch = state["epoch"][0] + count_epochs(read_lines(context.run_dir / TAPE_FILE, snapshot.tape_bytes))
     log.info(f"the run continues from {path.name}; later rounds are void")

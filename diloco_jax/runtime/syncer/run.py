@@ -54,6 +54,7 @@ from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import SUBSCRIBER, Delivery
+from diloco_jax.transport.session.operator_requests import ADMIT, BAN, OperatorRequest
 from diloco_jax.transport.session.refusals import REFUSALS
 
 # The evaluator reads data, which a syncer does not need when islands bring the model.
@@ -101,7 +102,7 @@ class SyncerDriver:
         self._adrift: dict[str, float] = {}
         # An earlier process may have failed after the last global step.
         self._finished = self._machine.over
-        self.listener.on_drain = self._drain
+        self.listener.on_operator = self._operate
         self.results.wake_with(self.listener.wake)
 
     def serve(self, requests: list[effects.Effect]) -> None:
@@ -240,12 +241,31 @@ class SyncerDriver:
         self._model.publish(merged)
         self._execute(requests)
 
-    def _drain(self, learner_id: str) -> str:
-        """Ask a learner to leave for `diloco drain`, on the caller's thread."""
-        self._execute(self._taped.on_drain(learner_id, self._now_s()))
-        log.info(f"{learner_id} was asked to leave")
-        leases = self._machine.membership.members[learner_id].step_samples
-        return f"{learner_id} leaves after its current step" + "; others get its unfinished data" * bool(leases)
+    def _operate(self, request: OperatorRequest) -> str:
+        """Do what an operator wants and return the answer to it, on the caller's thread."""
+        action, name, why = request
+        if action == BAN:
+            return self._ban(name, why)
+        if action == ADMIT:
+            self._execute(self._taped.on_admit(name, self._now_s()))
+            self.watch.tell()
+            return f"{name} is admitted: it may join again, so start its process again"
+        self._execute(self._taped.on_drain(name, self._now_s()))
+        log.info(f"{name} was asked to leave")
+        leases = self._machine.membership.members[name].step_samples
+        return f"{name} leaves after its current step" + "; others get its unfinished data" * bool(leases)
+
+    def _ban(self, name: str, why: str) -> str:
+        connected = name in [member.learner_id for member in self._machine.membership.connected()]
+        self._execute(self._taped.on_ban(name, why, self._now_s()))
+        # Nobody waits at the end of the run for a learner that would be refused.
+        self._adrift.pop(name, None)
+        # The supervisor reads there that the island's process did not fail.
+        self.watch.tell()
+        quorum, live = self.context.config.protocol.quorum, self._machine.membership.live
+        pauses = f"; rounds pause until {quorum} learners are live (protocol.quorum), {live} are" * (live < quorum)
+        how = "is banned and expelled" if connected else "is banned"
+        return f"{name} {how}; `diloco admit {name} RUN` lifts the ban{pauses}"
 
     def _execute(self, requests: list[effects.Effect], payload: bytes | memoryview = b"") -> None:
         """Execute effects; `payload` belongs to the message that caused them."""

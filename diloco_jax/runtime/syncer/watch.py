@@ -108,7 +108,8 @@ class Watch:
         machine = self.context.machine
         if how == REWIND:
             members = machine.membership.members.values()
-            left = {m.learner_id for m in members if m.goodbye == DRAINED or m.credit.expelled}
+            bans = machine.membership.bans
+            left = {m.learner_id for m in members if m.goodbye == DRAINED or m.credit.expelled or m.learner_id in bans}
             self._awaited = frozenset(machine.membership.members) - left
             self._awaited_until_s = self.context.clock.now_s() + BEGIN_S
         record = {"kind": "life", "t": self.context.clock.now_s(), "global_step": machine.global_step, "members": []}

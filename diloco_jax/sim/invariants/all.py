@@ -6,7 +6,7 @@ from diloco_jax.sim.invariants.deltas import DeltasApply, WholeWhereNeeded
 from diloco_jax.sim.invariants.evaluations import ScoresAreOfTheModel
 from diloco_jax.sim.invariants.exclusions import ExclusionsHold
 from diloco_jax.sim.invariants.failover import AnchorsAgree, StateRoundTrip, TapeReplays
-from diloco_jax.sim.invariants.hostile import HostileIsHarmless
+from diloco_jax.sim.invariants.hostile import BansHold, HostileIsHarmless
 from diloco_jax.sim.invariants.learners import (
     CopiesBounded,
     FreshLearnersKeepQuiet,
@@ -37,6 +37,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     ClosesForAReason,
     OwedAreAskedLess,
     QuarantineHolds,
+    BansHold,
     ExclusionsHold,
     RoundsBounded,
     TurnsAreKept,

@@ -35,6 +35,8 @@ HOSTILE_SHARE = 0.15
 OWED_SHARE = 0.2
 # Share of seeds with learners that have separate corpora.
 CORPORA_SHARE = 0.4
+# Share of seeds with a learner that an operator bans for a while.
+BAN_SHARE = 0.2
 # Share of seeds whose fragments have different periods, or whose periods change during the run.
 PERIODS_SHARE = 0.3
 # Share of seeds whose learners may wait for fragments.
@@ -102,8 +104,13 @@ def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
     if own.random() < CORPORA_SHARE:
         # Some learners share a corpus, some have their own, and some read the run's.
         drawn = replace(drawn, corpora=tuple(own.choices(("", "a", "b", "c"), k=learners)))
-    own = Random(f"hostile of {seed}")
     others = [name for name in stayers[1:] if name not in leaving]
+    own = Random(f"ban of {seed}")
+    if others and own.random() < BAN_SHARE:
+        at_s = own.uniform(0.0, 0.9 * until_s)
+        fault = Fault(at_s, "ban", (own.choice(others),), own.uniform(0.1, 1.0) * (until_s - at_s))
+        drawn = replace(drawn, faults=tuple(sorted((*drawn.faults, fault))))
+    own = Random(f"hostile of {seed}")
     if not others or not (own.random() < HOSTILE_SHARE or hostile):
         return drawn
     at_s = own.uniform(0.0, 0.7 * until_s)

@@ -120,7 +120,7 @@ class AnchorsAgree(HealthyChecker):
         self.check(known == digest, f"{who} has {digest} as version {version} of fragment {fragment_id}, not {known}")
 
     def on_fault(self, fault: Fault, now_s: float) -> None:
-        if fault.kind in ("corrupt", "disconnect", "hold", "partition", "pause"):
+        if fault.kind in ("ban", "corrupt", "disconnect", "hold", "partition", "pause"):
             for name in fault.learners:
                 self._troubled_s[name] = max(self._troubled_s.get(name, 0.0), now_s + fault.duration_s)
 

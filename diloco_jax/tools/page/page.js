@@ -95,7 +95,8 @@ function listen() {
 // ---- head
 const STATES = {running: 'is-good', complete: 'is-good', evaluating: 'is-good', starting: 'is-new', stopped: 'is-warn'};
 const CONDITIONS = {training: 'is-good', evaluating: 'is-good', joining: 'is-new', recovering: 'is-new', slow: 'is-warn',
-  unmerged: 'is-warn', unanswered: 'is-warn', striking: 'is-warn', silent: 'is-warn', gone: 'is-bad', expelled: 'is-bad', left: 'is-dim'};
+  unmerged: 'is-warn', unanswered: 'is-warn', striking: 'is-warn', silent: 'is-warn', gone: 'is-bad', expelled: 'is-bad', banned: 'is-dim',
+  left: 'is-dim'};
 // Words of people for conditions, where they differ from those of the files (protocol/watch/health.py).
 const SHOWN = {gone: 'disconnected'};
 const live = run => !still && ['running', 'starting', 'evaluating'].includes(run.status.state);
@@ -186,7 +187,7 @@ function drawIslands(run) {
       once(cell, words, () => fill(cell, h('span', {class: 'dot ' + (row.finished ? 'is-good' : CONDITIONS[row.condition] || ''), 'aria-hidden': 'true'}), words));
     });
     const button = cells[cells.length - 1].querySelector('.drain');
-    if (button) button.disabled = !live(run) || ['gone', 'left', 'expelled'].includes(row.condition);
+    if (button) button.disabled = !live(run) || ['gone', 'left', 'expelled', 'banned'].includes(row.condition);
   });
 }
 async function drain(learner) {
@@ -242,7 +243,7 @@ const nice = (from, most) => [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 
 const tail = (last, run) => known(last.merged_s) ? last.merged_s + (run.round_s || 1) : Infinity;
 const merging = run => live(run) && run.status.state !== 'evaluating';
 // Kinds of events that charts over time mark.
-const MARKED = ['left', 'disconnected', 'joined', 'silent', 'restarted', 'expelled'];
+const MARKED = ['left', 'disconnected', 'joined', 'silent', 'restarted', 'expelled', 'banned', 'admitted'];
 const SINCE = 'time since the start of the run';
 // The part of the timeline that moves.
 let scene = null;

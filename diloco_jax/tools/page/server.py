@@ -23,7 +23,8 @@ from diloco_jax.tools.page.feed import RunFeed
 from diloco_jax.tools.page.page import compose_page
 from diloco_jax.transport.endpoints.web import LimitedHandler, WebServer
 from diloco_jax.transport.link import TransportConfig, split_address
-from diloco_jax.transport.session.calls import ask_drain
+from diloco_jax.transport.session.calls import ask_operator
+from diloco_jax.transport.session.operator_requests import DRAIN, OperatorRequest
 from diloco_jax.transport.trust.security import is_loopback
 
 # Connections at the same time.
@@ -132,7 +133,8 @@ class PageHandler(LimitedHandler):
                 return
             try:
                 known = feed.config.transport if feed.config is not None else TransportConfig()
-                ok, message = ask_drain(syncer_at(str(feed.folder), known, allow_plaintext=False), learner)
+                syncer = syncer_at(str(feed.folder), known, allow_plaintext=False)
+                ok, message = ask_operator(syncer, OperatorRequest(DRAIN, learner))
             except (ValueError, OSError) as error:
                 ok, message = False, str(error)
             self._answer(200 if ok else 409, json.dumps({"ok": ok, "message": message}).encode(), JSON_TYPE)

@@ -38,8 +38,8 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
         released_trained, out_trained: samples of these two fates that their learner had trained on;
         repeated: samples that were leased again; undone: samples merged into a version that was lost later; void:
         samples leased in a history that the run returned from; rounds; exclusions_repeated: rounds whose exclusions
-        were decided again from recorded norms; learner_tapes; corpora: fates and epochs by corpus, if islands
-        have separate corpora; data: for each learner what is known of the data that
+        were decided again from recorded norms; operations: bans and admits of operators; learner_tapes; corpora: fates
+        and epochs by corpus, if islands have separate corpora; data: for each learner what is known of the data that
         its loop read (guarantees.py); violations: their number; first_violations: the first of them in words.
 
     Raises:
@@ -80,6 +80,7 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
         "void": auditor.void,
         "rounds": auditor.rounds,
         "exclusions_repeated": auditor.exclusions.repeated,
+        "operations": auditor.operations,
         "learner_tapes": len(tapes),
         "corpora": {name: _of_corpus(book, machine.membership.corpora, name) for name, book in own.items()},
         "data": guarantees(incarnations, [name for name, _ in (*findings.granted, *auditor.reported)]),
@@ -139,7 +140,7 @@ def describe(result: Mapping[str, Any]) -> str:
         lines = [f"{result['rounds']:,} merged rounds; every loop read its own data"]
         if result["leased"]:
             lines[0] += f", so the {result['leased']:,} positions that the syncer leased are not samples of any data"
-        return "\n".join([*lines, *describe_guarantees(data), *_verdict(result, "")])
+        return "\n".join([*lines, *describe_guarantees(data), *_operations(result), *_verdict(result, "")])
     lines = [
         f"{result['leased']:,} samples were leased in {result['rounds']:,} merged rounds: {result['merged']:,} merged, "
         f"{result['overwritten']:,} overwritten, {result['released']:,} released to be leased again, "
@@ -172,7 +173,17 @@ def describe(result: Mapping[str, Any]) -> str:
         lines.append("these counts include the positions that were leased to loops with other data, and not read")
         lines += describe_guarantees(data)
         one_fate = f"every leased position has one fate; {result['learner_tapes']:,} learner tapes have no other ones"
-    return "\n".join([*lines, *_verdict(result, one_fate)])
+    return "\n".join([*lines, *_operations(result), *_verdict(result, one_fate)])
+
+
+def _operations(result: Mapping[str, Any]) -> list[str]:
+    """Return a line for each ban and admit of an operator."""
+    done = {"ban": "banned", "admit": "admitted"}
+    return [
+        f"an operator {done[each['action']]} {each['learner']} {each['t']:.1f} s after the start of the run"
+        + (f": {each['reason']}" if "reason" in each else "")
+        for each in result["operations"]
+    ]
 
 
 def _of_corpus(book: Book, corpora: Corpora, name: str) -> dict[str, Any]:

@@ -106,7 +106,7 @@ STYLES = {
     "cyan": ("joining", "recovering", "starting"),
     "green": ("training", "evaluating", "running", "complete", FINISHED),
     "yellow": ("slow", "unmerged", "unanswered", "striking", SILENT, "stopped"),
-    "dim": ("left",),
+    "dim": ("left", "banned"),
     "red": ("gone", "expelled"),
 }
 STYLE_OF = {name: style for style, names in STYLES.items() for name in names}

@@ -16,6 +16,7 @@ runtime/figures/facts.py it has these keys:
     alarms          [{kind, who, text, remedy}]: alarms that stand (protocol/watch/alarms.py)
     episodes        all alarms, those that ended included
     learners        facts of each island, and `process`: its number, if it runs on the syncer's machine
+    bans            [{learner, reason}]: banned names (protocol/bans.py)
     subscribers     [{subscriber, lacks}]: processes that only receive the model, and the newest values that each lacks
 
 An island's numbers may be null until it has reported a step.
@@ -104,6 +105,8 @@ def describe(status: Mapping[str, Any], phases: Iterable[StartPhase] = ()) -> st
     text += [] if quiet else [f"  {each.name}: {each.words}, for {format_duration(each.ago_s)}" for each in phases]
     # Statuses of older versions do not have these keys.
     text += [corpus_line(row) for row in status.get("corpora", ())]
+    if bans := status.get("bans"):
+        text.append(f"banned: {'; '.join('{learner} ({reason})'.format_map(ban) for ban in bans)}")
     if found := status.get("subscribers"):
         rows = [f"{row['subscriber']} (lacks {row['lacks']} of the newest values)" for row in found]
         text.append(f"subscribers, which only receive the model: {', '.join(rows)}")

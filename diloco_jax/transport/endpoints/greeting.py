@@ -22,6 +22,7 @@ from diloco_jax.transport.link import TransportConfig, check_name
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.calls import (
     DRAIN,
+    OPERATE,
     SERVICE,
     STATUS,
     ask,
@@ -165,6 +166,7 @@ class ModelDesk:
             OFFER: grpc.stream_unary_rpc_method_handler(self._serve, response_serializer=serialized),
             STATUS: grpc.unary_unary_rpc_method_handler(self._refuse_for_now),
             DRAIN: grpc.unary_unary_rpc_method_handler(self._refuse_for_now),
+            OPERATE: grpc.unary_unary_rpc_method_handler(self._refuse_for_now),
         }
         self._server, self.address = open_server(config, SERVICE, handlers, own.server)
 

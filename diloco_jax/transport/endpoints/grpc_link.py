@@ -53,7 +53,8 @@ from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.dialled import DialledStreams
 from diloco_jax.transport.session.entrance import Entrance
 from diloco_jax.transport.session.inbox import Inbox
-from diloco_jax.transport.session.sessions import Drains, Refused, SessionBook
+from diloco_jax.transport.session.operator_requests import Operate, OperatorRequest, OperatorRequests
+from diloco_jax.transport.session.sessions import Refused, SessionBook
 from diloco_jax.transport.session.stream import StreamSession
 from diloco_jax.transport.trust.security import BulkContexts, Denied, Gate, bulk_context, credentials, diagnose
 
@@ -188,9 +189,9 @@ class GrpcListener:
     Attributes:
         config: Settings of the connections.
         address: Address for learners, with the real port.
-        on_drain: The driver's answer to a request that a learner leave (`ask_drain`). `receive` calls it with the
-            learner's name, so it runs on the driver's thread. It returns what happens now, in words, or raises
-            ValueError with the reason why nothing happens. None: the answer is that this syncer cannot drain.
+        on_operator: The driver's answer to a request of an operator (`ask_operator`). `receive` calls it, so it runs
+            on the driver's thread. It returns what happens now, in words, or raises ValueError with the reason why
+            nothing happens. None: the answer is that this syncer cannot do it.
         status_json: The answer to `diloco status`; the driver may replace it at any time.
         desk: Service for `diloco doctor`.
         greeter: Service that describes the run to users' training loops.
@@ -204,10 +205,10 @@ class GrpcListener:
         self._book = SessionBook(config, run_id, epoch, self._later, run=run)
         full = f"this syncer takes {subscribers_max} subscribers: stop one, or raise syncer.subscribers_max"
         self._subscribers = SessionBook(config, run_id, epoch, known_max=subscribers_max, full=full)
-        self._drains = Drains(self._inbox.wake)
+        self._requests = OperatorRequests(self._inbox.wake)
         # Only the driver's thread touches it.
         self._heard: dict[str, StreamSession] = {}
-        self.on_drain: Callable[[str], str] | None = None
+        self.on_operator: Operate | None = None
         calls.keep_freed_memory()
         # (learner, host) -> (incarnation, incomplete payloads of its sessions)
         self._partials: dict[tuple[str, int], tuple[int, Partials]] = {}
@@ -223,7 +224,12 @@ class GrpcListener:
             calls.CONNECT: grpc.stream_stream_rpc_method_handler(self._refuse_older),
             DESCRIBE: grpc.unary_unary_rpc_method_handler(self.greeter.serve, response_serializer=calls.serialized),
             calls.STATUS: grpc.unary_unary_rpc_method_handler(self._tell, response_serializer=calls.serialized),
-            calls.DRAIN: grpc.unary_unary_rpc_method_handler(self._drain, response_serializer=calls.serialized),
+            calls.DRAIN: grpc.unary_unary_rpc_method_handler(
+                partial(self._operate, calls.read_drain_request, True), response_serializer=calls.serialized
+            ),
+            calls.OPERATE: grpc.unary_unary_rpc_method_handler(
+                partial(self._operate, calls.read_operator_request, False), response_serializer=calls.serialized
+            ),
             PROBE: grpc.stream_stream_rpc_method_handler(self.desk.serve, response_serializer=calls.serialized),
         }
         self.address = self._entrance.open(calls.SERVICE, handlers)
@@ -231,7 +237,7 @@ class GrpcListener:
     def receive(self, timeout_s: float) -> Delivery | None:
         """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 does not wait."""
         item = self._inbox.get(timeout_s)
-        self._drains.answer(self.on_drain)
+        self._requests.answer(self.on_operator)
         if item is None:
             return None
         session, delivery = item
@@ -299,21 +305,24 @@ class GrpcListener:
             self._gate.check(dict(context.invocation_metadata()))
         return pb.StatusReply(json=self.status_json)
 
-    def _drain(self, request: bytes, context: Any) -> pb.DrainReply:
-        """Answer `diloco drain`."""
+    def _operate(
+        self, read: Callable[[bytes], OperatorRequest], by_learner: bool, raw: bytes, context: Any
+    ) -> pb.DrainReply:
+        """Answer `diloco drain`, `ban` or `admit`; only a drain is allowed to the learner itself."""
         try:
             with calls.refusing(context):
                 self._gate.check(dict(context.invocation_metadata()))
-                learner_id = calls.read_drain_request(request)
-                self._gate.check_speaks_for(learner_id, context.auth_context(), or_syncer=True)
+                request = read(raw)
+                who = request.learner_id if by_learner else SYNCER
+                self._gate.check_speaks_for(who, context.auth_context(), or_syncer=True)
         except ValueError as error:
             return pb.DrainReply(ok=False, message=str(error))
-        ok, message = self._drains.ask(learner_id)
+        ok, message = self._requests.ask(request)
         return pb.DrainReply(ok=ok, message=message)
 
     def stop_admitting(self) -> list[StreamSession]:
         """Refuse every new session from now on, and return the open ones."""
-        self._drains.close()
+        self._requests.close()
         return [*self._book.stop_admitting(), *self._subscribers.stop_admitting()]
 
     def close(self, grace_s: float = 5.0) -> None:

@@ -49,6 +49,16 @@ class DrainReply(_message.Message):
     message: str
     def __init__(self, ok: bool = ..., message: _Optional[str] = ...) -> None: ...
 
+class OperatorRequest(_message.Message):
+    __slots__ = ("action", "learner_id", "why")
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    action: str
+    learner_id: str
+    why: str
+    def __init__(self, action: _Optional[str] = ..., learner_id: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+
 class DescribeRequest(_message.Message):
     __slots__ = ("learner_id",)
     LEARNER_ID_FIELD_NUMBER: _ClassVar[int]

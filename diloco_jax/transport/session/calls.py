@@ -27,12 +27,14 @@ from diloco_jax.transport.link import (
 )
 from diloco_jax.transport.partials import HOLDINGS_BYTES_MAX, PeerHoldings
 from diloco_jax.transport.proto import diloco_pb2 as pb
+from diloco_jax.transport.session import operator_requests as operator
+from diloco_jax.transport.session.operator_requests import OperatorRequest
 from diloco_jax.transport.session.refusals import REFUSALS
 from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.session.stream import DENIALS, REFUSAL, StreamSession
 from diloco_jax.transport.trust.security import Credentials, Denied, credentials, diagnose, is_loopback
 
-SERVICE, OPEN, STATUS, DRAIN = "diloco.v1.Syncer", "Open", "Status", "Drain"
+SERVICE, OPEN, STATUS, DRAIN, OPERATE = "diloco.v1.Syncer", "Open", "Status", "Drain", "Operate"
 # What a subscriber opens. An older syncer does not know the call, and so cannot take a subscriber for a learner.
 SUBSCRIBE = "Subscribe"
 # What a learner of protocol 1 opens.
@@ -182,10 +184,16 @@ def ask_status(config: TransportConfig) -> str:
     return reply.json
 
 
-def ask_drain(config: TransportConfig, learner_id: str) -> tuple[bool, str]:
-    """Request that a learner leave; return whether the syncer accepts, and its answer. Raises as `ask`."""
-    request = pb.DrainRequest(learner_id=check_name(learner_id)).SerializeToString()
-    reply: pb.DrainReply = ask(config, DRAIN, request, pb.DrainReply.FromString)
+def ask_operator(config: TransportConfig, request: OperatorRequest) -> tuple[bool, str]:
+    """Send an operator's request; return whether the syncer accepts, and its answer. Raises as `ask`."""
+    action, name, why = request
+    if action == operator.DRAIN:
+        # A syncer of an older release knows this call.
+        method, message = DRAIN, pb.DrainRequest(learner_id=check_name(name)).SerializeToString()
+    else:
+        method = OPERATE
+        message = pb.OperatorRequest(action=action, learner_id=check_name(name), why=why).SerializeToString()
+    reply: pb.DrainReply = ask(config, method, message, pb.DrainReply.FromString)
     return reply.ok, clean(reply.message, REASON_LENGTH_MAX)
 
 
@@ -287,12 +295,23 @@ def read_holdings(metadata: Mapping[str, str | bytes]) -> PeerHoldings:
         raise Refused(f"the call's {HOLDINGS_KEY} metadata are unusable: {error}") from None
 
 
-def read_drain_request(raw: bytes) -> str:
-    """Return the name of the learner that shall leave; ValueError if it is malformed or not allowed."""
+def read_drain_request(raw: bytes) -> OperatorRequest:
+    """Return the request that a learner leave; ValueError if it is malformed or the name is not allowed."""
     try:
-        return check_name(pb.DrainRequest.FromString(raw).learner_id)
+        return OperatorRequest(operator.DRAIN, check_name(pb.DrainRequest.FromString(raw).learner_id))
     except DecodeError as error:
         raise ValueError(f"malformed request: {error}") from None
+
+
+def read_operator_request(raw: bytes) -> OperatorRequest:
+    """Return the request to ban or admit a learner; ValueError if it is malformed or not allowed."""
+    try:
+        read = pb.OperatorRequest.FromString(raw)
+    except DecodeError as error:
+        raise ValueError(f"malformed request: {error}") from None
+    if read.action not in (operator.BAN, operator.ADMIT):
+        raise ValueError(f"this syncer cannot do {read.action[:80]!r}: use the same release on both sides")
+    return OperatorRequest(read.action, check_name(read.learner_id), read.why)
 
 
 class DaemonThreads(futures.Executor):

@@ -1,4 +1,4 @@
-"""The sessions of a listener: which learners may connect, values from several hosts, requests to the driver.
+"""The sessions of a listener: which learners may connect, and values from several hosts.
 
 The sessions of a learner with several hosts end together. Each host sends the bytes of a fragment's value that its
 devices hold (core/host_bytes.py). When the bytes of all hosts have arrived, the leader's session delivers the whole
@@ -17,7 +17,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 
 from diloco_jax.core.host_bytes import join_host_bytes
@@ -43,11 +42,8 @@ CLOSING = "the syncer is closing"
 KNOWN_MAX = 10_000
 # Limit of one learner's values that wait for other hosts.
 VALUES_MAX = 64
-DRAINS_MAX = 16
 # A learner's clock may be ahead of this one by a day.
 AHEAD_MS = 86_400_000
-# The listener answers before the client's own timeout ends.
-DRAIN_ANSWER_S = 3.0
 # Cut versions that wait in the queue to one host.
 CUTS_MAX = 2
 # The hosts of a learner send parts of these values.
@@ -528,55 +524,3 @@ def _stamp(header: pb.Header) -> tuple[int, int]:
 
 def _name(header: pb.Header) -> tuple[object, ...]:
     return header.sender, *_stamp(header), header.host
-
-
-class Drains:
-    """Requests that a learner leave, from any thread to the driver's thread."""
-
-    def __init__(self, wake: Callable[[], object]) -> None:
-        self._wake = wake
-        self._lock = threading.Lock()
-        self._waiting: deque[tuple[str, Future[tuple[bool, str]]]] = deque()  # (learner, answer)
-        self._closed = False
-
-    def ask(self, learner_id: str) -> tuple[bool, str]:
-        """Let the driver drain a learner, and return whether it did and its answer; not on the driver's own thread."""
-        request = learner_id, Future[tuple[bool, str]]()
-        with self._lock:
-            if self._closed:
-                return False, CLOSING
-            if len(self._waiting) >= DRAINS_MAX:
-                return False, f"{DRAINS_MAX} drain requests are waiting; ask again later"
-            self._waiting.append(request)
-        self._wake()
-        try:
-            return request[1].result(DRAIN_ANSWER_S)
-        except TimeoutError:
-            with self._lock:
-                if request in self._waiting:
-                    self._waiting.remove(request)
-                    return False, f"the syncer was busy for {DRAIN_ANSWER_S:g} s and did nothing; ask again"
-            return False, f"the syncer has begun but did not end within {DRAIN_ANSWER_S:g} s; see `diloco status`"
-
-    def answer(self, on_drain: Callable[[str], str] | None) -> None:
-        """Answer the waiting requests; on the driver's own thread."""
-        while self._waiting:
-            with self._lock:
-                # The caller gave up.
-                if not self._waiting:
-                    return
-                learner_id, answer = self._waiting.popleft()
-            try:
-                if on_drain is None:
-                    raise ValueError("this syncer cannot drain learners")
-                answer.set_result((True, on_drain(learner_id)))
-            except ValueError as error:
-                answer.set_result((False, str(error)))
-            # The driver handles other errors, but the caller must not wait for them.
-            finally:
-                if not answer.done():
-                    answer.set_result((False, "the syncer failed; see its log"))
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True

@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeAlias
 import grpc
 import grpc.experimental
 
+from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.transport.link import (
     ISLAND_HOSTS,
     SUBSCRIBER,
@@ -337,7 +338,7 @@ class Gate:
         if learner_id in names or (or_subscriber and SUBSCRIBER + learner_id in names):
             return
         owners = ", ".join(sorted(names))[:200]
-        allowed = f"{learner_id!r} or that of the syncer" if or_syncer else repr(learner_id)
+        allowed = f"{learner_id!r} or that of the syncer" if or_syncer and learner_id != SYNCER else repr(learner_id)
         raise Denied(
             grpc.StatusCode.PERMISSION_DENIED,
             f"the certificate is that of {owners!r}: set transport.tls_certificate and tls_key to those of {allowed}",

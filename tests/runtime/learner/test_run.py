@@ -20,6 +20,7 @@ from flax import nnx
 from diloco_jax.core import codec
 from diloco_jax.core.layout import value_digest
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.bans import Bans
 from diloco_jax.protocol.membership import other_run
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import STAMP
@@ -254,6 +255,21 @@ def test_refusal_is_wrong_input_at_first_and_bad_luck_later(script: Script, tmp_
     later._thread.join(HANGS_S)
     later.end()
     assert isinstance(later.error, ConnectionAbortedError) and "start the learner again" in str(later.error)
+
+
+@pytest.mark.parametrize("kind", [messages.Expel, messages.Refuse])
+def test_a_ban_ends_a_learner_for_good_whatever_its_reason_says(
+    script: Script, kind: type[messages.Expel | messages.Refuse]
+) -> None:
+    bans = Bans()
+    # A refusal with these words is not for good.
+    bans.add("island-0", f"its data {messages.STALE}")
+    script.admit()
+    script.await_message(messages.StepReport)
+    script.say(kind(bans.refusal("island-0")))
+    script._thread.join(HANGS_S)
+    assert type(script.error) is RefusedForGood
+    assert "refused this learner: island-0 is banned from this run: its data is stale; to let it" in str(script.error)
 
 
 @pytest.mark.parametrize("told", ["at the connection", "after the greeting"])

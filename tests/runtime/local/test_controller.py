@@ -17,6 +17,7 @@ from diloco_jax.runtime.learner.joined import Joining
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.local.controller import IslandsRun, split_devices
 from diloco_jax.runtime.records.files import ADDRESS_FILE, LOGS, SUMMARY_FILE, TAPE_FILE, TAPES
+from diloco_jax.runtime.records.signals import RefusedForGood
 from diloco_jax.settings.text import load
 from tests.limits import HANGS_S
 from tests.runtime.helpers import start, trained, wait_for, write_config
@@ -145,6 +146,17 @@ def test_wrong_settings_stay_wrong_and_end_a_run_below_its_quorum(tmp_path: Path
     fleet = Fleet(tmp_path, body, protocol={"quorum": 2})
     with pytest.raises(ValueError, match="island-1 failed: the syncer refused this learner"):
         fleet.run()
+    assert fleet.starts == {"island-0": 1, "island-1": 1}
+
+
+def test_a_banned_island_stays_away_and_the_others_continue(tmp_path: Path) -> None:
+    def body(name: str, start: int, stop: threading.Event) -> str:
+        if name == "island-1":
+            raise RefusedForGood("island-1 is banned from this run: bad data")
+        return "drained"
+
+    fleet = Fleet(tmp_path, body, protocol={"quorum": 2})
+    fleet.run()
     assert fleet.starts == {"island-0": 1, "island-1": 1}
 
 

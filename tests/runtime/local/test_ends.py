@@ -21,6 +21,7 @@ RUNS = "running"
         (IslandEnd(0, RUNS, own_program=True, joined=True), "left", "left:"),
         (IslandEnd(WRONG_INPUT, RUNS, joined=True), "failed", "not started again"),
         (IslandEnd(WRONG_INPUT, COMPLETE), "left", ""),
+        *((IslandEnd(status, RUNS, banned=True), "left", "banned") for status in (WRONG_INPUT, FAILED, HUNG)),
         (IslandEnd(FAILED, RUNS, unloadable=True), "failed", "not started again"),
         (IslandEnd(FAILED, RUNS, unloadable=True, joined=True), "restart", ""),
         (IslandEnd(FAILED, EVALUATING), "restart", ""),
@@ -36,10 +37,11 @@ def test_an_end_has_one_consequence(end: IslandEnd, then: str, words: str) -> No
 
 def test_every_rule_has_an_end_to_which_it_applies() -> None:
     ends = [
-        IslandEnd(status, state, own_program=own, joined=joined)
+        IslandEnd(status, state, own_program=own, joined=joined, banned=banned)
         for status in (0, FAILED, WRONG_INPUT)
         for state in (RUNS, COMPLETE)
         for own in (False, True)
         for joined in (False, True)
+        for banned in (False, True)
     ]
     assert {RULES.index(rule_of(end)) for end in ends} == set(range(len(RULES)))

@@ -10,8 +10,9 @@ import pytest
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.records.earlier import read_earlier
 from diloco_jax.runtime.records.liveness import judge, signature, tell_phase
-from diloco_jax.runtime.records.status import compose_status, read_status, start_again
+from diloco_jax.runtime.records.status import compose_status, is_banned, read_status, start_again
 from diloco_jax.tools.terminal.changes import Changes
+from diloco_jax.tools.terminal.words import describe
 from diloco_jax.transport.session.calls import ask_status
 from tests.protocol.syncer_inputs import hello, report, running
 
@@ -157,6 +158,28 @@ def test_a_resumed_run_says_that_its_islands_start() -> None:
     assert look("b")["waiting_for"] == "islands, which are starting: 1 of 2 connected"
     syncer.on_message(report("a", 1, incarnation=2), 4.0)
     assert look("b")["state"] == "running"
+
+
+def test_banned_names_are_in_the_status_with_their_reasons(tmp_path: Path) -> None:
+    syncer = running("a", "b")
+    stats = RunStats(("a", "b"), 10, syncer)
+    syncer.on_ban("b", "bad data", 3.0)
+    syncer.on_ban("never-seen", "left the company", 3.0)
+    told: dict[str, Any] = {"stopped": False, "blocked": "", "alarms": [], "metrics": {}, "processes": {}}
+    told |= {"left_s": None, "episodes": [], "eval_loss": None, "wire": {}, "num_parameters": 10, "awaited": set()}
+    status = compose_status("r", syncer, stats, 4.0, **told)
+    assert status["bans"] == [
+        {"learner": "b", "reason": "bad data"},
+        {"learner": "never-seen", "reason": "left the company"},
+    ]
+    text = describe(status)
+    assert text.endswith("\nbanned: b (bad data); never-seen (left the company)")
+    assert "  b  banned for 1 s after step" in text and "; bad data;" in text
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    assert is_banned(tmp_path, "b") and not is_banned(tmp_path, "a") and not is_banned(tmp_path / "none", "b")
+    syncer.on_admit("b", 5.0)
+    syncer.on_admit("never-seen", 5.0)
+    assert "banned" not in describe(compose_status("r", syncer, stats, 6.0, **told))
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "5", "null", '{"name": 1}', "{"])

@@ -173,6 +173,22 @@ def test_snapshots_of_an_older_release_have_no_head_and_are_used(
     assert Process(tmp_path, FAILOVER, again.now_s).ends().machine.global_step == 6
 
 
+def test_a_ban_on_the_tape_holds_after_a_restart_and_after_a_rewind_to_an_earlier_snapshot(tmp_path: Path) -> None:
+    process = Process(tmp_path, FRESH)
+    process.context.taped.on_ban("early", "w", 0.5)
+    process.live(4)
+    process.context.taped.on_ban("late", "x", 1.5)
+    process.context.taped.on_admit("early", 1.6)
+    process.ends()
+    for mode in (REWIND, FAILOVER, REWIND):
+        again = Process(tmp_path, mode, 9.0).ends()
+        assert list(again.machine.membership.bans) == [("late", "x")], mode
+    fresh = new_syncer()
+    for _ in replay(read_lines(tmp_path / "tape.jsonl"), fresh):
+        pass
+    assert fresh.membership.bans.state() == [("late", "x")]
+
+
 def damage_newest(folder: Path) -> None:
     newest = checkpoint.complete(folder / "checkpoints")[0]
     (newest / "meta" / "data.json").write_text("{")

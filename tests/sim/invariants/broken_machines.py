@@ -1,7 +1,7 @@
 """Machines that break one rule each of recovery, failover, quarantine and leases; test_checkers.py has the others."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -14,8 +14,10 @@ from diloco_jax.protocol.learner.stager import Stager
 from diloco_jax.protocol.learner.waiting import FragmentWait
 from diloco_jax.protocol.leases import Batch, LeaseBook, LeaseBooks
 from diloco_jax.protocol.member import Held, Member
+from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import (
     NO_VERSION,
+    Expel,
     GlobalFragment,
     Hello,
     PullRequest,
@@ -93,6 +95,38 @@ class Forgiving(Roster):
     def lose(self, member: Any, state: str, reason: str, now_s: float) -> None:
         if reason != "expelled":
             super().lose(member, state, reason, now_s)
+
+
+class Keepsake(RoundBook):
+    """Keeps the values of a learner that is banned while a round waits for others."""
+
+    def withdraw(self, member: Member) -> None:
+        pass
+
+
+class Hospitable(Membership):
+    """Lets banned learners in."""
+
+    def refusal(self, hello: Hello, *args: Any) -> str:
+        refusal = super().refusal(hello, *args)
+        return "" if "is banned" in refusal else refusal
+
+
+class Regretful(Syncer):
+    """Takes bans back when it goes back to a snapshot."""
+
+    def go_back(self, state: Mapping[str, Any]) -> None:
+        self.restore(state)
+
+
+class Secretive(Roster):
+    """Does not tell a learner that it is banned."""
+
+    def ban(self, learner_id: str, why: str, now_s: float) -> None:
+        super().ban(learner_id, why, now_s)
+        expels = [e for e in self.effects if isinstance(e, Send) and isinstance(e.message, Expel)]
+        for effect in expels:
+            self.effects.remove(effect)
 
 
 class Greedy(Learner):

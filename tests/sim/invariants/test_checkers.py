@@ -66,6 +66,12 @@ WAITS = replace(
 FEW_TURNS = replace(SCENARIO, config=replace(CONFIG, wait_steps=0.5, num_fragments=2))
 QUORUM = replace(SCENARIO, config=replace(CONFIG, quorum=3))
 HOSTILE = replace(SCENARIO, faults=(Fault(5.0, "hostile", ("island-2",), 100.0),))
+# Values arrive at different times, so that a learner may be banned while its value waits for others.
+BANNED = replace(
+    SCENARIO,
+    network=NetworkOptions(delay_s=0.1, jitter_s=1.0, faults=LinkFaults()),
+    faults=tuple(Fault(10.0 + 8.3 * n, "ban", (f"island-{1 + n % 3}",), 1.0) for n in range(20)),
+)
 MUTE = replace(SCENARIO, faults=(Fault(5.0, "mute", ("island-1",), 60.0),))
 LOCKSTEP = replace(SCENARIO, config=replace(CONFIG, overlap_steps=0, quorum=3))
 ONE_FRAGMENT = replace(SCENARIO, config=replace(CONFIG, num_fragments=1, sync_every=1, overlap_steps=3))
@@ -84,6 +90,7 @@ FAILOVER = Scenario(
     payload_bytes=1000,
     seed=4,
 )
+BAN_AND_REWIND = replace(FAILOVER, faults=(Fault(35.0, "ban", ("island-1",), 40.0), *FAILOVER.faults[2:]))
 RECOVERY = Scenario(
     config=replace(CONFIG, snapshot_every=1000),
     total_steps=120,
@@ -329,6 +336,10 @@ BROKEN = [
     (checkers.QuarantineHolds, with_syncer(broken.Lenient, POISON), "whose values were not usable"),
     (checkers.QuarantineHolds, with_syncer(broken.Patient, POISON), "values in a row that were not usable, but stays"),
     (checkers.QuarantineHolds, with_syncer(broken.Forgiving, POISON), "who was expelled, led to"),
+    (checkers.BansHold, with_syncer(broken.Keepsake, BANNED), "merges .'island-.'., who are banned"),
+    (checkers.BansHold, with_syncer(broken.Hospitable, BAN_AND_REWIND), "of a banned learner led to"),
+    (checkers.BansHold, with_syncer(broken.Regretful, BAN_AND_REWIND), "of a banned learner led to"),
+    (checkers.BansHold, with_syncer(broken.Secretive, BANNED), "is banned and connected, but not expelled"),
     (checkers.RecoveryIsWhole, with_learner(broken.Greedy, RECOVERY), "takes over parts"),
     (checkers.RecoveryIsWhole, with_learner(broken.Unasked, RECOVERY), "asked with clock .* had heard of"),
     (checkers.RecoveryIsWhole, with_learner(broken.Uncritical, RECOVERY), "takes parameters that are based on"),
@@ -398,6 +409,8 @@ def test_a_broken_machine_is_caught(checker: type[Checker], arguments: dict[str,
         STEPS,
         HOSTILE,
         MUTE,
+        BANNED,
+        BAN_AND_REWIND,
         replace(RECOVERY, load_s=3.0),
         replace(SCENARIO, merge_s=2.0),
     ],

@@ -47,7 +47,7 @@ def test_the_seeds_cover_what_they_claim() -> None:
     assert max(faults.loss for faults in links) > 0.09
     assert any(faults.duplication and faults.reorder for faults in links)
     kinds = {fault.kind for scenario in scenarios for fault in scenario.faults}
-    assert kinds == {*WEIGHTS, "leave", "join", "drain", "hostile", "mute", "late"}
+    assert kinds == {*WEIGHTS, "leave", "join", "drain", "ban", "hostile", "mute", "late"}
     assert any(not scenario.faults for scenario in scenarios)
 
 

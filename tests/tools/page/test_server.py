@@ -16,6 +16,7 @@ from diloco_jax.tools.page import server as module
 from diloco_jax.tools.page.feed import RunFeed
 from diloco_jax.tools.page.server import PageServer
 from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.session.operator_requests import DRAIN, OperatorRequest
 from diloco_jax.transport.trust.certificates import make, settings
 from tests.limits import HANGS_S
 from tests.runtime.helpers import call
@@ -94,11 +95,13 @@ def test_logs_of_the_folder_are_told_and_nothing_else(tmp_path: Path) -> None:
 def test_an_island_is_drained_with_the_token_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, asked = made_run(tmp_path), list[tuple[str, str]]()
 
-    def drain(config: TransportConfig, learner: str) -> tuple[bool, str]:
+    def operate(config: TransportConfig, request: OperatorRequest) -> tuple[bool, str]:
+        action, learner, _ = request
+        assert action == DRAIN
         asked.append((config.address, learner))
         return learner == "a", f"{learner} leaves" if learner == "a" else "there is no such learner"
 
-    monkeypatch.setattr(module, "ask_drain", drain)
+    monkeypatch.setattr(module, "ask_operator", operate)
     with served(folder) as server:
         status, text, _ = ask(server, "/drain", {"run": 0, "learner": "a"}, X_Token="{token}")
         # The folder has no address.

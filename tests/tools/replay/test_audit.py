@@ -79,6 +79,32 @@ def test_loss_and_return(tmp_path: Path) -> None:
     assert 0 < result["repeated"] <= result["released"] <= 12
 
 
+def test_bans_and_admissions_are_listed_and_lose_no_sample(tmp_path: Path) -> None:
+    pair = TapedPair(tmp_path, snapshot_every=4, lease_ahead_steps=4)
+    pair.join("a", "b", "c")
+    pair.steps(6, "a", "b", "c")
+    pair.ban("b", "its values stand out")
+    pair.steps(3, "a", "c")
+    pair.restart_syncer()
+    pair.connect("a", "c")
+    pair.join("b", incarnation=2)
+    pair.steps(3, "a", "c")
+    pair.rewind()
+    pair.wait(2.5)
+    pair.admit("b")
+    pair.join("a", "b", "c", incarnation=3)
+    pair.steps(5, "a", "b", "c")
+    result = result_of(pair)
+    assert result["violations"] == 0 and result["released"] > 0
+    assert result["operations"] == [
+        {"action": "ban", "learner": "b", "t": 0.0, "reason": "its values stand out"},
+        {"action": "admit", "learner": "b", "t": 2.5},
+    ]
+    lines = describe(result).splitlines()
+    assert "an operator banned b 0.0 s after the start of the run: its values stand out" in lines
+    assert "an operator admitted b 2.5 s after the start of the run" in lines
+
+
 def test_failover_and_rewind(tmp_path: Path) -> None:
     pair = TapedPair(tmp_path, snapshot_every=4, lease_ahead_steps=2)
     pair.join("a", "b")

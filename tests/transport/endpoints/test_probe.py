@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -20,7 +21,8 @@ from diloco_jax.transport.endpoints import greeting, probe
 from diloco_jax.transport.endpoints.greeting import Description, ModelDesk, ask_description, offer_model
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import TransportConfig, TransportError
-from diloco_jax.transport.session.calls import SERVICE, ask_drain, ask_status, open_channel
+from diloco_jax.transport.session.calls import SERVICE, ask_operator, ask_status, open_channel
+from diloco_jax.transport.session.operator_requests import ADMIT, DRAIN, OperatorRequest
 from diloco_jax.transport.trust.security import credentials
 from tests.limits import HANGS_S
 from tests.transport.ends import Ends, comes_true
@@ -145,7 +147,8 @@ def test_the_first_model_is_taken_whole_and_no_second_one(desk: ModelDesk) -> No
 def test_a_syncer_without_a_model_refuses_other_calls_with_the_reason(desk: ModelDesk) -> None:
     with pytest.raises(TransportError, match=r"it has no model yet, or is of another release.*UNIMPLEMENTED"):
         greet(at(desk), "a")
-    for ask in (ask_status, lambda config: ask_drain(config, "a")):
+    requests = [partial(ask_operator, request=OperatorRequest(action, "a")) for action in (DRAIN, ADMIT)]
+    for ask in (ask_status, *requests):
         with pytest.raises(TransportError, match=r"the syncer has no model yet: it waits for the first island$"):
             ask(at(desk))
     assert offer_model(at(desk), "a", "large", values(SIZES["large"])) == ""

@@ -23,7 +23,7 @@ from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import sessions
 from diloco_jax.transport.session.inbox import Inbox
-from diloco_jax.transport.session.sessions import Drains, HostParts, HostSessions, Refused, SessionBook
+from diloco_jax.transport.session.sessions import HostParts, HostSessions, Refused, SessionBook
 from diloco_jax.transport.session.stream import StreamSession
 from tests.limits import HANGS_S
 from tests.transport.ends import Quiet, comes_true, value
@@ -155,67 +155,6 @@ def test_payloads_that_nobody_reads_are_bounded_in_bytes() -> None:
     assert inbox.get(0) is not None
     assert offered.wait(HANGS_S) and session.waiting_bytes == 60
     thread.join(HANGS_S)
-
-
-@pytest.fixture
-def drains() -> Drains:
-    return Drains(lambda: None)
-
-
-def ask(drains: Drains, on_drain: Callable[[str], str] | None) -> tuple[bool, str]:
-    """Ask for a drain in another thread while this one drives."""
-    answers: list[tuple[bool, str]] = []
-    thread = threading.Thread(target=lambda: answers.append(drains.ask("a")))
-    thread.start()
-    try:
-        while thread.is_alive() and not answers:
-            drains.answer(on_drain)
-    finally:
-        thread.join(HANGS_S)
-    return answers[0]
-
-
-def test_drain_runs_on_the_drivers_thread_or_tells_why_not(drains: Drains) -> None:
-    threads: list[int] = []
-
-    def leave(name: str) -> str:
-        threads.append(threading.get_ident())
-        return f"{name} leaves after its step"
-
-    def refuse(name: str) -> str:
-        raise ValueError(f"no learner {name!r}")
-
-    assert ask(drains, leave) == (True, "a leaves after its step")
-    assert threads == [threading.get_ident()]
-    assert ask(drains, refuse) == (False, "no learner 'a'")
-    assert ask(drains, None) == (False, "this syncer cannot drain learners")
-
-
-def test_drain_that_fails_is_the_drivers_error_and_the_caller_hears_of_it(drains: Drains) -> None:
-    answers: list[tuple[bool, str]] = []
-    thread = threading.Thread(target=lambda: answers.append(drains.ask("a")))
-    thread.start()
-    with pytest.raises(KeyError):
-        while thread.is_alive():
-            drains.answer(lambda name: {}[name])
-    thread.join(HANGS_S)
-    assert answers == [(False, "the syncer failed; see its log")]
-
-
-def test_drain_request_to_a_busy_driver_is_withdrawn(drains: Drains, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "DRAIN_ANSWER_S", 0.01)
-    done: list[str] = []
-    ok, message = drains.ask("a")
-    assert not ok and "was busy for 0.01 s and did nothing; ask again" in message
-    drains.answer(lambda name: done.append(name) or "too late")  # type: ignore[func-returns-value]
-    assert not done
-
-
-def test_drain_requests_are_bounded(drains: Drains, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "DRAINS_MAX", 0)
-    assert drains.ask("a") == (False, "0 drain requests are waiting; ask again later")
-    drains.close()
-    assert drains.ask("a") == (False, "the syncer is closing")
 
 
 def of(fragment_id: int, size: int = 0) -> FragmentValue:

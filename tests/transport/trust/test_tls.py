@@ -16,8 +16,9 @@ from diloco_jax.transport.endpoints import grpc_link
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import SYNCER_HOST, TransportConfig, TransportError
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.session.calls import DaemonThreads, ask_drain, ask_status
+from diloco_jax.transport.session.calls import DaemonThreads, ask_operator, ask_status
 from diloco_jax.transport.session.front import NO_CERTIFICATE, PLAIN, TLS
+from diloco_jax.transport.session.operator_requests import ADMIT, BAN, DRAIN, OperatorRequest
 from diloco_jax.transport.session.refusals import REFUSALS
 from diloco_jax.transport.trust import certificates, security
 from diloco_jax.transport.trust.security import credentials, is_loopback
@@ -250,7 +251,11 @@ def test_refused_callers_are_in_the_syncers_log(
 def test_wrong_or_missing_token_is_refused(run: Run, ours: Path, token_file: str, reason: str) -> None:
     wrong = {"token_file": token_file and str(ours / token_file)}
     config = run.config("syncer", **wrong)
-    for ask in (lambda: run.connect(**wrong), lambda: ask_status(config), lambda: ask_drain(config, "x")):
+    for ask in (
+        lambda: run.connect(**wrong),
+        lambda: ask_status(config),
+        lambda: ask_operator(config, OperatorRequest(DRAIN, "x")),
+    ):
         with pytest.raises(TransportError, match=rf"refused.*: {reason}: set transport\.token_file"):
             ask()
     run.connect()
@@ -289,7 +294,7 @@ def raw_calls(address: str, ours: Path, *, certificate: bool) -> Iterator[grpc.S
 def test_nothing_without_credentials_and_nobody_is_evicted(
     run: Run, ours: Path, certificate: bool, code: grpc.StatusCode
 ) -> None:
-    run.listener.on_drain = lambda name: "drained"
+    run.listener.on_operator = lambda request: "drained"
     healthy = run.meet()
     assert list(raw_calls(run.listener.address, ours, certificate=certificate)) == [code] * 3
     # A call without credentials must not end this session.
@@ -297,26 +302,31 @@ def test_nothing_without_credentials_and_nobody_is_evicted(
     assert run.listener.send("island-0", Advance(1)) and hear(healthy).message == Advance(1)
 
 
-def test_who_may_drain_whom(run: Run) -> None:
-    """A learner may drain only itself; the owner of the syncer's certificate may drain every island."""
-    drained, stop = list[str](), threading.Event()
+def test_who_may_drain_and_ban_whom(run: Run) -> None:
+    """A learner may drain only itself; the owner of the syncer's certificate may drain, ban and admit every island."""
+    done, stop = list[OperatorRequest](), threading.Event()
 
-    def on_drain(name: str) -> str:
-        drained.append(name)
-        return f"{name} leaves"
+    def on_operator(request: OperatorRequest) -> str:
+        done.append(request)
+        return f"{request.learner_id} leaves"
 
     def drive() -> None:
         while not stop.is_set():
             run.listener.receive(HANGS_S)
 
-    run.listener.on_drain = on_drain
+    run.listener.on_operator = on_operator
     driver = threading.Thread(target=drive)
     driver.start()
-    assert ask_drain(run.config("island-0"), "island-0") == (True, "island-0 leaves")
-    assert ask_drain(run.config("syncer"), "island-1") == (True, "island-1 leaves")
+    asked = [OperatorRequest(DRAIN, "island-0"), OperatorRequest(DRAIN, "island-1"), OperatorRequest(ADMIT, "island-0")]
+    assert ask_operator(run.config("island-0"), asked[0]) == (True, "island-0 leaves")
+    assert ask_operator(run.config("syncer"), asked[1]) == (True, "island-1 leaves")
     with pytest.raises(TransportError, match=r"certificate is that of 'island-1': .* 'island-0' or that of the syncer"):
-        ask_drain(run.config("island-1"), "island-0")
-    assert drained == ["island-0", "island-1"]
+        ask_operator(run.config("island-1"), asked[0])
+    for request in (OperatorRequest(BAN, "island-1", "x"), asked[2]):
+        with pytest.raises(TransportError, match=r"certificate is that of 'island-0': .* to those of 'syncer'$"):
+            ask_operator(run.config("island-0"), request)
+    assert ask_operator(run.config("syncer"), asked[2]) == (True, "island-0 leaves")
+    assert done == asked
     assert ask_status(run.config("island-1")) == "{}"
     stop.set()
     run.listener.wake()
