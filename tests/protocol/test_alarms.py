@@ -99,7 +99,7 @@ def test_a_value_that_never_comes_is_a_slow_link_too() -> None:
 
 
 def test_conditions_of_islands_are_alarms() -> None:
-    assert {*CONDITIONS} - {*REMEDIES} == {"joining", "recovering", "training", "evaluating", "left"}
+    assert {*CONDITIONS} - {*REMEDIES} == {"joining", "recovering", "training", "evaluating", "left", "banned"}
     syncer, stats = two_islands()
     syncer.on_disconnect("a", 1, "no connection", 2.0)
     stats.losses.on_report(report("b", 3)._replace(loss=nan))

@@ -33,7 +33,7 @@ def three(**config: object) -> Pair:
 
 def test_a_connected_learner_is_expelled_and_its_data_goes_to_others() -> None:
     pair = three()
-    count = pair.syncer.leases.holdings["b"].granted - pair.syncer.leases.holdings["b"].settled
+    count = pair.syncer.leases.of("").holdings["b"].granted - pair.syncer.leases.of("").holdings["b"].settled
     pair.ban("b")
     assert pair.history[-1] == [
         BANNED,
@@ -41,7 +41,7 @@ def test_a_connected_learner_is_expelled_and_its_data_goes_to_others() -> None:
         Note("disconnected", 3, -1, ("b",), "banned"),
         Note("released", 3, -1, ("b",), f"its {count} leased samples go to others"),
     ]
-    assert pair.syncer.membership.live == 2 and "b" not in pair.syncer.leases.holdings
+    assert pair.syncer.membership.live == 2 and "b" not in pair.syncer.leases.holders
     assert pair.learners["b"].state == STOPPED
     merged = len(pair.merges())
     pair.rounds(4, "a", "c")
@@ -80,7 +80,7 @@ def test_a_rewind_undoes_neither_a_ban_nor_an_admission() -> None:
     pair.admit("c")
     pair.rewind()
     assert pair.syncer.membership.bans.state() == [("b", "bad data")]
-    assert "b" not in pair.syncer.leases.holdings, "the snapshot had leases of b"
+    assert "b" not in pair.syncer.leases.holders, "the snapshot had leases of b"
     assert pair.history[-1][-1].kind == "released"  # type: ignore[union-attr]
     pair.join("a", "b", "c", incarnation=2)
     assert pair.linked == {"a", "c"}

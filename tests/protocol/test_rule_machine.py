@@ -214,7 +214,7 @@ class Machine(RuleBasedStateMachine):
                 for sample, index in zip(_range(message), range(message.start, message.stop), strict=True):
                     assert samples.setdefault(sample, index) == index, f"{receiver} has {index} as sample {sample}"
         self.seen = len(pair.sent)
-        book = pair.syncer.leases
+        book = pair.syncer.leases.of("")
         fates, out = book.fates, [i for holding in book.holdings.values() for i in _indices(holding.ranges)]
         free = list(_indices(book.state()["pool"]))
         assert len(set(out + free)) == len(out) + len(free)

@@ -32,9 +32,9 @@ from diloco_jax.protocol.leases import LeaseBooks
 from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import Advance, FragmentValue, PullRequest
-from diloco_jax.protocol.owed import ANSWER_STEPS, Owed, resting
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.evaluations import Evaluations
+from diloco_jax.protocol.syncer.owed import ANSWER_STEPS, Owed, resting
 from diloco_jax.protocol.syncer.progress import Downstream, Progress
 from diloco_jax.protocol.syncer.round import MERGING, PULLING, Pace, Round
 from diloco_jax.protocol.turns import Turns

@@ -105,13 +105,19 @@ def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
         # Some learners share a corpus, some have their own, and some read the run's.
         drawn = replace(drawn, corpora=tuple(own.choices(("", "a", "b", "c"), k=learners)))
     others = [name for name in stayers[1:] if name not in leaving]
+    return _with_people(drawn, others, until_s, hostile=hostile) if others else drawn
+
+
+def _with_people(drawn: Scenario, others: list[str], until_s: float, *, hostile: bool) -> Scenario:
+    """Draw what people do to a scenario: an operator bans one of these learners, and one of them is hostile."""
+    seed = drawn.seed
     own = Random(f"ban of {seed}")
-    if others and own.random() < BAN_SHARE:
+    if own.random() < BAN_SHARE:
         at_s = own.uniform(0.0, 0.9 * until_s)
         fault = Fault(at_s, "ban", (own.choice(others),), own.uniform(0.1, 1.0) * (until_s - at_s))
         drawn = replace(drawn, faults=tuple(sorted((*drawn.faults, fault))))
     own = Random(f"hostile of {seed}")
-    if not others or not (own.random() < HOSTILE_SHARE or hostile):
+    if not (own.random() < HOSTILE_SHARE or hostile):
         return drawn
     at_s = own.uniform(0.0, 0.7 * until_s)
     fault = Fault(at_s, "hostile", (own.choice(others),), own.uniform(0.3, 1.0) * (until_s - at_s))

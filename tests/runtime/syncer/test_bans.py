@@ -69,7 +69,7 @@ def test_the_answers_to_an_operator_and_the_order_of_their_records() -> None:
         listener.on_operator(OperatorRequest(ADMIT, "b"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.net
 def test_an_island_is_banned_refused_after_a_restart_of_the_syncer_and_admitted(folder: Path) -> None:
     run_dir = folder / "run"
