@@ -318,13 +318,17 @@ def learner(arguments: argparse.Namespace) -> int:
 
 def _with_own_data(config: RunConfig, island: str, path: str | None) -> RunConfig:
     """Return the config of a learner: with the data that --data or islands.each names, if one of them does."""
-    if path is None:
-        return config.of_island(island)
     from dataclasses import replace
 
+    from diloco_jax.settings.islands import IslandOverride
     from diloco_jax.training.data.config import OwnDataConfig
 
-    return replace(config, data=OwnDataConfig(path=path).over(config.data, island))
+    own = config.islands.each.get(island, IslandOverride()).data
+    if path is not None:
+        return replace(config, data=replace(own or OwnDataConfig(), path=path).over(config.data, island))
+    if own is not None and own.path is None and own.module is None:
+        raise ValueError(f"islands.each.{island}.data names no path; name it on this machine with --data PATH")
+    return config.of_island(island)
 
 
 # A learner of `diloco chaos`. Other processes can inject faults into it.

@@ -14,7 +14,27 @@ from diloco_jax.protocol.messages import Hello
 # Names that learners may use for corpora; each has a book of leases.
 CORPORA_MAX = 1024
 # Metrics, pages and tables show the name.
-CORPUS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+CORPUS_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+# The name of the run's corpus among scores and metrics.
+RUN = "run"
+# Entries of a fingerprint that describe the corpus of the run.
+OF_DATA = ("data", "corpus")
+# A learner with a separate corpus has this, and the name, there instead. A syncer of an older release, which knows one
+# corpus only, then refuses it.
+SEPARATE = "separate corpus "
+
+
+def wrong_corpus_name(name: str) -> str:
+    """Return what is wrong with the name of a separate corpus; "" if nothing is."""
+    if not re.fullmatch(CORPUS_NAME, name):
+        return f"the corpus {name[:80]!r} is not allowed; use up to 64 letters, digits, '.', '_', '-'"
+    return f"the corpus name {RUN!r} stands for the corpus of the run; use another one" if name == RUN else ""
+
+
+def corpus_of(hello: Hello) -> str:
+    """Return the name of the corpus whose samples a learner leases; one that leases nothing counts as a reader of the
+    run's."""
+    return hello.corpus if hello.step_samples else COMMON
 
 
 class Corpus(NamedTuple):
@@ -54,15 +74,17 @@ class Corpora:
                 f"the tokenizer differs: its digest is {self.tokenizer} in this run and {hello.tokenizer} on {who}; "
                 "make the token ids of every corpus with one tokenizer (`diloco tokenize --tokenizer`)"
             )
-        if hello.corpus == COMMON:
+        if corpus_of(hello) == COMMON:
             return ""
-        if not CORPUS_NAME.fullmatch(hello.corpus):
-            return f"the corpus {hello.corpus[:80]!r} is not allowed; use up to 64 letters, digits, '.', '_', '-'"
+        if wrong := wrong_corpus_name(hello.corpus):
+            return wrong
         known = self.known.get(hello.corpus)
         if known is not None and known.content != hello.content:
+            # The refusal does not tell what the run knows, because anyone may greet with the name of a corpus.
             return (
-                f"the corpus {hello.corpus!r} differs: this run knows {known.content}, and {who} has {hello.content}; "
-                "restore its files, or give the changed corpus another name (data.corpus), whose samples count from 0"
+                f"the corpus {hello.corpus!r} differs from the one that this run has under the name: {who} has "
+                f"{hello.content}; restore its files, or give the changed corpus another name (data.corpus), whose "
+                "samples count from 0"
             )
         if known is None and len(self.known) >= CORPORA_MAX:
             return f"{len(self.known)} corpora are known, the limit is {CORPORA_MAX}; use one of their names"

@@ -365,11 +365,20 @@ class LeaseBooks:
         self.books = {COMMON: LeaseBook(num_fragments)}
 
     def of(self, corpus: str) -> LeaseBook:
-        """Return the book of a corpus; a new corpus gets a new one."""
+        """Return the book of a corpus whose samples are leased now; a new corpus gets a new one."""
         book = self.books.get(corpus)
         if book is None:
             book = self.books[corpus] = LeaseBook(self._num_fragments)
         return book
+
+    def release(self, corpus: str, learner_id: str) -> int:
+        """Take back the samples of a lost incarnation; return how many."""
+        return self.books[corpus].release(learner_id) if corpus in self.books else 0
+
+    def forget(self, corpus: str, learner_id: str) -> None:
+        """Let the samples of a newer incarnation start at 0."""
+        if corpus in self.books:
+            self.books[corpus].forget(learner_id)
 
     @property
     def fates(self) -> Fates:

@@ -17,7 +17,7 @@ from typing import Any
 
 from diloco_jax.protocol.bans import Bans
 from diloco_jax.protocol.closing import LEAST_STEP_S, PACE_FACTOR, PACE_REPORTS, SHORT_STEP_S
-from diloco_jax.protocol.corpora import Corpora
+from diloco_jax.protocol.corpora import OF_DATA, Corpora, corpus_of
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT, Member
 from diloco_jax.protocol.messages import FULL, NO_VERSION, OTHER_RUN, STALE, SYNCER, Hello
 from diloco_jax.protocol.releases import OLDEST, PROTOCOL
@@ -137,7 +137,10 @@ class Membership:
             return f"incarnation {hello.incarnation} of {hello.learner_id} was expelled; start the learner again"
         if (known is None or known.state == DISCONNECTED) and len(self.connected()) >= self._learners_max:
             return f"{self._learners_max} {FULL}; raise protocol.learners_max"
-        if what := difference(self._fingerprint, hello.fingerprint, self.agreed):
+        # A separate corpus is compared with those of its name (corpora.py).
+        told = [pair for pair in hello.fingerprint if not (hello.corpus and pair[0] in OF_DATA)]
+        told += [(what, OPEN) for what in OF_DATA if hello.corpus and what in self._fingerprint]
+        if what := difference(self._fingerprint, told, self.agreed):
             whose = "the first learner of the run" if what in self.agreed else "the syncer"
             value = {**self._fingerprint, **self.agreed}.get(what, "absent")
             their_value = dict(hello.fingerprint).get(what, "absent")
@@ -145,7 +148,7 @@ class Membership:
                 f"{what} differs: {whose} has {value}, {hello.learner_id} has {their_value}; "
                 "start both from the same config, on the same data"
             )
-        if known is not None and hello.incarnation == known.incarnation and hello.corpus != known.corpus:
+        if known is not None and hello.incarnation == known.incarnation and corpus_of(hello) != known.corpus:
             return (
                 f"{hello.learner_id} greeted with the corpus {hello.corpus!r}, and before with {known.corpus!r}; start "
                 "the learner again"
@@ -177,7 +180,7 @@ class Membership:
     def join(self, hello: Hello, now_s: float) -> Member:
         """Add a learner that was not refused, or let it return."""
         for what, value in hello.fingerprint:
-            if self._fingerprint.get(what) == OPEN != value:
+            if self._fingerprint.get(what) == OPEN != value and not (hello.corpus and what in OF_DATA):
                 self.agreed.setdefault(what, value)
         member = self.members.get(hello.learner_id)
         if member is None:
@@ -190,7 +193,7 @@ class Membership:
         member.heard_s = now_s
         member.down.greeted(hello)
         member.step_samples, member.evaluates, member.goodbye = hello.step_samples, hello.evaluates, ""
-        member.corpus = hello.corpus
+        member.corpus = corpus_of(hello)
         self.corpora.join(hello)
         return member
 

@@ -5,10 +5,13 @@ from dataclasses import MISSING, asdict, fields
 from hashlib import blake2s
 from typing import Any
 
-from diloco_jax.protocol.corpora import OwnCorpus
+from diloco_jax.protocol.corpora import SEPARATE, OwnCorpus
 from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS
 from diloco_jax.protocol.syncer.subscribers import MODEL_LAYOUT
 from diloco_jax.settings.run import RunConfig
+
+# Characters of the description of a corpus that are sent as they are.
+CONTENT_SHOWN = 60
 
 
 def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str, base: str = "") -> tuple[tuple[str, str], ...]:
@@ -20,12 +23,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str, base: str
             then determines the corpus.
         base: digest of the weights below this process's adapters; "" if it has not read them.
     """
-    data = _differing(config.data)
-    for part in (data, *data.get("mixture", {}).values()):
-        # The same corpus may be stored elsewhere on another machine. `corpus` compares its content.
-        part.pop("path", None)
-    for own in ("evaluation", "tokenizer", "prefetch", "corpus"):
-        data.pop(own, None)
+    data, separate = _of_samples(config), f"{SEPARATE}{config.data.corpus}"
     pairs = {
         "run": config.name,
         "seed": str(config.seed),
@@ -38,8 +36,8 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str, base: str
         "adoption": f"{config.adopt.mode} {config.adopt.alpha}",
         "inner optimizer": json.dumps(_differing(config.optimizer), sort_keys=True),
         # A corpus that stays at its site is compared with those of the same name only (`own_corpus`).
-        "data": "" if config.data.corpus else json.dumps(data, sort_keys=True),
-        "corpus": "" if config.data.corpus else corpus,
+        "data": separate if config.data.corpus else data,
+        "corpus": separate if config.data.corpus else corpus,
     }
     if config.model.lora.rank:
         pairs |= {"adapters": json.dumps(asdict(config.model.lora), sort_keys=True), "base weights": base}
@@ -54,12 +52,23 @@ def own_corpus(config: RunConfig, content: str, samples: int, tokenizer: str) ->
         samples: training samples in one epoch; 0 if unknown.
         tokenizer: digest of the tokenizer of its token ids; "" if unknown.
     """
-    data = config.data
-    if data.corpus:
-        # Positions mean the same samples only where the corpus is cut and shuffled in the same way.
-        cut = f"{data.documents} {data.held_out_fraction} {data.shuffle_seed} {config.train.seq_len}"
-        content = f"{content}, cut as {blake2s(cut.encode(), digest_size=4).hexdigest()}"
-    return OwnCorpus(data.corpus, content if data.corpus else "", samples, tokenizer)
+    if not config.data.corpus:
+        return OwnCorpus("", "", samples, tokenizer)
+    # Positions mean the same samples only where the corpus is read, cut and shuffled in the same way.
+    whole = f"{content} {_of_samples(config)} {config.train.seq_len}"
+    content = f"{content[:CONTENT_SHOWN]}, cut as {blake2s(whole.encode(), digest_size=4).hexdigest()}"
+    return OwnCorpus(config.data.corpus, content, samples, tokenizer)
+
+
+def _of_samples(config: RunConfig) -> str:
+    """Return the settings that decide what a position of the sample order means, beside the content of the files."""
+    data = _differing(config.data)
+    for part in (data, *data.get("mixture", {}).values()):
+        # The same corpus may be stored elsewhere on another machine. Its content is compared instead.
+        part.pop("path", None)
+    for own in ("evaluation", "tokenizer", "prefetch", "corpus"):
+        data.pop(own, None)
+    return json.dumps(data, sort_keys=True)
 
 
 def _differing(section: Any) -> dict[str, Any]:

@@ -362,7 +362,7 @@ class RunConfig:
             self._check_built_in()
 
     def _check_own_data(self) -> None:
-        if self.algorithm == "data_parallel" and not self.shares_corpus:
+        if self.algorithm == "data_parallel" and any(own.data is not None for own in self.islands.each.values()):
             raise ValueError(
                 "algorithm data_parallel has no islands, so nobody reads islands.each.NAME.data; name all sources in "
                 "data.mixture"
@@ -459,7 +459,11 @@ class RunConfig:
     def of_island(self, name: str) -> "RunConfig":
         """Return this config with the data of one island, which may have a separate corpus."""
         own = self.islands.each.get(name, IslandOverride()).data
-        return self if own is None else replace(self, data=own.over(self.data, name))
+        if own is None:
+            return self
+        # The data of other islands is none of this island's business.
+        each = {other: replace(settings, data=None) for other, settings in self.islands.each.items()}
+        return replace(self, data=own.over(self.data, name), islands=replace(self.islands, each=each))
 
     @property
     def shares_corpus(self) -> bool:

@@ -68,7 +68,11 @@ def test_what_differs_is_refused_with_a_remedy() -> None:
     syncer = new()
     syncer.on_message(hello("a", **FRENCH), 0.0)
     changed = FRENCH | {"content": "8 tokens"}
-    refused(syncer, "this run knows 9 tokens, and z has 8 tokens", "another name (data.corpus)", **changed)
+    # Nobody learns the content of a corpus by greeting with its name.
+    refused(syncer, "differs from the one", "z has 8 tokens", "another name (data.corpus)", **changed)
+    (known,) = sent(syncer.on_message(hello("z", **changed), 1.0), "z")
+    assert isinstance(known, Refuse) and "9 tokens" not in known.reason
+    refused(syncer, "stands for the corpus of the run", **GERMAN | {"corpus": "run"})
     refused(syncer, "the tokenizer differs", "is t in this run and u on z", **GERMAN | {"tokenizer": "u"})
     refused(syncer, "the tokenizer differs", **{"tokenizer": "u"})
     for name in ("two words", "x" * 65, "é", "../up"):
@@ -76,6 +80,31 @@ def test_what_differs_is_refused_with_a_remedy() -> None:
     # A learner with a known name, or of an older release, which tells no tokenizer, joins.
     assert only(syncer.on_message(hello("b", **FRENCH | {"tokenizer": ""}), 1.0), Send)
     assert any(isinstance(m, Welcome) for m in sent(syncer.on_message(hello("c"), 1.0), "c"))
+
+
+def test_learners_that_lease_nothing_make_no_books() -> None:
+    """Else one learner could make a book with each incarnation."""
+    syncer = new()
+    for number in range(1, 6):
+        syncer.on_message(hello("a", number, **FRENCH | {"corpus": f"c{number}", "step_samples": 0}), 0.0)
+    syncer.on_message(Leave("a", 5, "drained"), 1.0)
+    assert [*syncer.leases.books] == [COMMON] and not syncer.membership.corpora.known
+    assert syncer.membership.members["a"].corpus == COMMON
+
+
+def test_the_run_s_data_is_not_compared_with_a_separate_corpus() -> None:
+    """The first learner must not decide what the run's corpus is, either."""
+    pairs = (("corpus", ""), ("data", "{}"), ("model", "abc"))
+    own = (("corpus", "separate corpus french"), ("data", "separate corpus french"), ("model", "abc"))
+    syncer = Syncer(new().config, 100, pairs)
+    first = hello("a", **FRENCH)._replace(fingerprint=own)
+    assert any(isinstance(m, Welcome) for m in sent(syncer.on_message(first, 0.0), "a"))
+    shared = hello("b")._replace(fingerprint=(("corpus", "7 tokens"), ("data", "{}"), ("model", "abc")))
+    assert any(isinstance(m, Welcome) for m in sent(syncer.on_message(shared, 0.0), "b"))
+    assert syncer.membership.agreed == {"corpus": "7 tokens"}
+    # A syncer of an older release reads no name of a corpus, and compares.
+    (refusal,) = sent(syncer.on_message(first._replace(learner_id="c", corpus="", content=""), 0.0), "c")
+    assert isinstance(refusal, Refuse) and "separate corpus french" in refusal.reason
 
 
 def test_the_number_of_corpora_is_limited() -> None:
@@ -157,6 +186,27 @@ def test_the_final_model_is_evaluated_on_each_corpus_by_one_that_stays() -> None
         (request,) = [m for m in sent(effects, "b") if isinstance(m, Evaluate)]
         effects = machine.on_message(score("b", request.number, 4.0, incarnation=2), 7.0)
         assert only(effects, Evaluated)[0].score.loss == 3.0 and effects[-1] == Finish("run complete")
+
+
+def test_the_end_waits_for_no_corpus_whose_learners_are_away() -> None:
+    syncer, _ = evaluating(2, 0, a=FRENCH, b=GERMAN)
+    syncer.on_disconnect("b", 1, "gone", 3.5)
+    syncer.evaluations.conclude(5.0)
+    assert [*syncer.evaluations.sittings] == ["french"]
+    assert syncer.evaluations.missing == ["no learner with the corpus german was connected"]
+
+
+def test_one_that_still_joins_evaluates_if_its_corpus_has_no_other() -> None:
+    syncer = new(1, quorum=2)
+    syncer.evaluations.plan = EvaluationPlan(WAIT_S, 0)
+    for name, corpus in (("a", FRENCH), ("b", FRENCH), ("c", GERMAN)):
+        syncer.on_message(hello(name, **corpus), 0.0)
+    for name in "ab":
+        syncer.on_message(report(name, 1), 1.0)
+    for name in "ab":
+        syncer.on_message(value(name, 1, 1, 1), 2.0)
+    merged(syncer, 1, 3.0)
+    assert {sitting.asked for sitting in syncer.evaluations.sittings.values()} == {"a", "c"}
 
 
 def test_a_corpus_that_nobody_can_evaluate_is_named_beside_the_others() -> None:

@@ -51,7 +51,8 @@ def test_nobody_reads_the_run_s_corpus_if_all_have_their_own() -> None:
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        ({"corpus": "two words"}, "data.corpus is 'two words'"),
+        ({"corpus": "two words"}, "islands.each.island-0: data.corpus: the corpus 'two words' is not allowed"),
+        ({"corpus": "run"}, "stands for the corpus of the run"),
         ({"corpus": "x" * 65}, "use up to 64 letters"),
         ({"paht": "fr"}, "did you mean islands.each.island-0.data.path"),
         ({"held_out_fraction": 2.0}, "data.held_out_fraction is 2.0"),
@@ -60,6 +61,12 @@ def test_nobody_reads_the_run_s_corpus_if_all_have_their_own() -> None:
 def test_wrong_data_of_an_island_is_refused(own: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         config({"island-0": own})
+
+
+def test_the_data_of_one_island_is_not_checked_with_that_of_another() -> None:
+    each = {"island-0": {"path": "fr"}, "island-1": {"args": {"size": 2}}}
+    both = config(each, module="mine:Source", path="stdlib", vocab_size=256)
+    assert both.of_island("island-0").data.path == "fr" and both.of_island("island-1").data.args == {"size": 2}
 
 
 def test_data_parallel_has_no_islands() -> None:
@@ -84,7 +91,8 @@ def test_an_island_tells_name_length_and_digest_of_its_corpus_and_no_path() -> N
     )
     assert own_corpus(SITES, "9 tokens", 40, "t") == OwnCorpus("", "", 40, "t")
     pairs = dict(fingerprint(own, "plan", "7 tokens"))
-    assert pairs["data"] == pairs["corpus"] == "" and not any(value == "de" for value in pairs.values())
+    assert pairs["data"] == pairs["corpus"] == "separate corpus german"
+    assert not any(value == "de" or '"de"' in value for value in pairs.values())
     shared = dict(fingerprint(SITES, "plan", "9 tokens"))
     assert shared["corpus"] == "9 tokens"
     assert {what for what in pairs if pairs[what] != shared[what]} == {"data", "corpus"}

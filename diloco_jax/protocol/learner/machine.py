@@ -352,6 +352,9 @@ class Learner:
 
     def on_evaluated(self, found: messages.Score, now_s: float) -> list[Effect]:
         """Send the score of the global values. The driver leaves open what only the machine knows."""
+        if found.reason and self.contact.corpus.corpus:
+            # An error may quote a path or a text of the site.
+            found = found._replace(reason="its evaluation failed, or lacks scores; the island's log says why")
         score = self.examination.complete(found, self.global_step)
         if self.contact.connected:
             self._effects.append(Send(SYNCER, score))

@@ -390,9 +390,10 @@ class RoundBook:
             )
             progress.merged_tokens += credit.merge(round_.told_tokens[contribution.learner_id], tokens)
             credit.merged_mark, credit.strikes, credit.alarmed = progress.merged_rounds, 0, False
-            self.leases.of(member.corpus).on_merged(
-                contribution.learner_id, fragment_id, version, contribution.samples, contribution.since
-            )
+            if (leases := self.leases.books.get(member.corpus)) is not None:
+                leases.on_merged(
+                    contribution.learner_id, fragment_id, version, contribution.samples, contribution.since
+                )
             present.append(member)
         self.leases.on_version(fragment_id, version)
         names = tuple([contribution.learner_id for contribution in contributions])

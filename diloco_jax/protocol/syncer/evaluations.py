@@ -18,9 +18,10 @@ from dataclasses import asdict, dataclass, field
 from math import fsum, inf, isfinite, nan
 from typing import Any, NamedTuple
 
+from diloco_jax.protocol.corpora import RUN
 from diloco_jax.protocol.effects import Drop, Effects, Evaluated, Finish, Send
 from diloco_jax.protocol.leases import COMMON
-from diloco_jax.protocol.member import ACTIVE, Member
+from diloco_jax.protocol.member import ACTIVE, JOINING, Member
 from diloco_jax.protocol.membership import Membership
 from diloco_jax.protocol.messages import RUN_COMPLETE, SCORE_LENGTH_MAX, SCORES_MAX, Evaluate, Metric, Score, Stop
 from diloco_jax.protocol.pacing import ProtocolConfig
@@ -131,13 +132,18 @@ class Evaluations:
         self.effects.append(self.progress.note("finished", -1, (), RUN_COMPLETE))
         busy = [*self.asked]
         self._begin()
-        known = [m for m in self.membership.members.values() if m.evaluates]
+        known = [
+            m for m in self.membership.members.values() if m.evaluates and m.learner_id not in self.membership.bans
+        ]
         if not (self.plan.wait_s and known):
             self._stop_all()
             return
-        # A corpus whose learners have all left is not waited for.
         connected = [m for m in self.membership.connected() if m.evaluates]
-        for corpus in self._corpora(connected or known):
+        corpora = self._corpora(connected or known)
+        # The end of the run does not wait for a corpus whose learners are all away, but names it.
+        absent = [corpus for corpus in self._corpora(known) if corpus not in corpora]
+        self.missing += [f"no learner with the corpus {corpus or 'of the run'} was connected" for corpus in absent]
+        for corpus in corpora:
             sitting = self.sittings[corpus] = Sitting(until_s=now_s + self.plan.wait_s)
             if not self._ask(corpus, sitting, now_s, busy):
                 sitting.reason = "no learner was connected"
@@ -250,6 +256,10 @@ class Evaluations:
             return name in (busy or ()), step < behind, self.turns.get(name, 0), -step, name
 
         able = [m for m in self._able() if m.corpus == corpus and m.learner_id not in sitting.passed]
+        if not able and self.progress.finished:
+            # One that still loads or compiles can evaluate the final model once it holds it.
+            joining = [m for m in self.membership.connected() if m.state == JOINING and m.evaluates]
+            able = [m for m in joining if m.corpus == corpus and m.learner_id not in sitting.passed]
         ranked = sorted([rank(member) for member in able])
         if ranked and sitting.attempts < ATTEMPTS_MAX:
             self._ask_one(sitting, ranked[0][-1], now_s)
@@ -346,10 +356,10 @@ def together(scores: Mapping[str, Score], missing: list[str]) -> Score:
         return scores[COMMON]
     first, named = next(iter(scores.values())), dict[str, float]()
     for corpus, score in scores.items():
-        of = corpus or "run"
+        of = corpus or RUN
         named |= {f"{of} loss": score.loss, f"{of} bits_per_byte": score.bits_per_byte}
     for corpus, score in scores.items():
-        named |= {f"{corpus or 'run'} {name}"[:SCORE_LENGTH_MAX]: value for name, value in score.scores}
+        named |= {f"{corpus or RUN} {name}"[:SCORE_LENGTH_MAX]: value for name, value in score.scores}
     bits = [score.bits_per_byte for score in scores.values()]
     return first._replace(
         global_step=min(score.global_step for score in scores.values()),

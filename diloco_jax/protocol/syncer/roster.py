@@ -44,7 +44,7 @@ class Roster:
             if name in this.values:
                 this.former.add(name)
         self.rounds.owing.pop(name, None)
-        self.leases.of(known.corpus).forget(name)
+        self.leases.forget(known.corpus, name)
 
     def check_silence(self, now_s: float) -> None:
         """Find members that have fallen silent, and give the data of those lost for long to others."""
@@ -120,9 +120,10 @@ class Roster:
     def release(self, member: Member) -> None:
         """Give the data that a lost incarnation did not finish to others; it requests no state any more."""
         self.matches.on_done(member.learner_id)
-        count = self.leases.of(member.corpus).release(member.learner_id)
+        count = self.leases.release(member.corpus, member.learner_id)
         if count:
-            self._note("released", member, f"its {count} leased samples go to others")
+            others = f"islands that read {member.corpus}" if member.corpus else "others"
+            self._note("released", member, f"its {count} leased samples go to {others}")
 
     def strike(self, member: Member, this: Round, now_s: float) -> None:
         """Count an unusable value, and expel a learner whose last values were all unusable."""

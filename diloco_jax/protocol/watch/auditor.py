@@ -137,7 +137,8 @@ class Auditor:
 
     def _trained(self, name: str) -> int:
         """Return how many of the samples that a learner still leases it has trained on, by its reports."""
-        owner = self.book_of(name).owners.get(name)
+        book = self.books.get(self._corpora.get(name, COMMON))
+        owner = None if book is None else book.owners.get(name)
         return 0 if owner is None else max(0, min(self._used.get(owner.incarnation, 0), owner.granted) - owner.settled)
 
     def _begin_epoch(self, kind: str, moment: Moment, line: list[Any]) -> None:
@@ -179,7 +180,7 @@ class Auditor:
         """Compare the books with the machine's at this global step, unless a violation is known already."""
         for corpus in {**self.books, **machine.books}:
             ours = tuple(self.books[corpus].fates) if corpus in self.books else NO_FATES
-            theirs = tuple(machine.of(corpus).fates)
+            theirs = tuple(machine.books[corpus].fates) if corpus in machine.books else NO_FATES
             if ours != theirs and not self.findings.count:
                 self.findings.add(
                     f"at input {self._number} (global step {global_step}) the syncer counted leased, merged, "

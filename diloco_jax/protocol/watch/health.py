@@ -90,7 +90,7 @@ def _rest(syncer: Syncer, member: Member, now_s: float) -> str:
     """Return what happens to the leased data of a disconnected learner; "" if it reads its own."""
     if not member.step_samples:
         return ""
-    if member.learner_id not in syncer.leases.of(member.corpus).holdings:
+    if member.learner_id not in syncer.leases.holders:
         whose = f"the next island that reads {member.corpus!r}" if member.corpus else "others"
         return f"; what it left undone goes to {whose}"
     after_s = max(0.0, syncer.config.release_s - (now_s - member.since_s))

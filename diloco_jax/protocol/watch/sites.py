@@ -6,9 +6,10 @@ corpus should see it, so it is an alarm. No rule reads this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from diloco_jax.protocol.corpora import RUN
 from diloco_jax.protocol.watch.alarms import Alarm
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def corpora_of(syncer: Syncer, scores: Mapping[str, float | None]) -> list[dict[
                 "samples": corpus.samples,
                 "leased": end,
                 "epochs": round(end / corpus.samples, 4) if corpus.samples else None,
-                "loss": scores.get(f"{name or 'run'}{LOSS}"),
+                "loss": scores.get(f"{name or RUN}{LOSS}"),
             }
         )
     return rows
@@ -61,10 +62,11 @@ class RisingLosses:
         self._losses: dict[str, float] = {}
         self._rises: dict[str, int] = {}
 
-    def on_score(self, score: Score) -> None:
-        """Take the result of an evaluation."""
-        losses = {name: value for name, value in score.scores if name.endswith(LOSS)}
-        better = self._mean is not None and score.loss < self._mean
+    def on_score(self, score: Score, corpora: Collection[str]) -> None:
+        """Take the result of an evaluation of a run with these corpora; means of the same corpora are compared."""
+        known = {f"{name or RUN}{LOSS}" for name in corpora} if any(corpora) else set()
+        losses = {name: value for name, value in score.scores if name in known}
+        better = self._mean is not None and score.loss < self._mean and losses.keys() == self._losses.keys()
         self._rises = {
             name: self._rises.get(name, 0) + 1
             for name, loss in losses.items()

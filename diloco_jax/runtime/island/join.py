@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 from diloco_jax.runtime.records.signals import FAILED, after_end, end_now
 from diloco_jax.settings.compiler import compiler_variable
-from diloco_jax.settings.fingerprint import fingerprint
+from diloco_jax.settings.fingerprint import fingerprint, own_corpus
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig
@@ -109,7 +109,9 @@ def join(
             f"{island.name} has {jax.process_count()} processes, but its islands.hosts, or its topology, says "
             f"{island.hosts}; correct one of them"
         )
-    same = {**dict(fingerprint(config, "", corpus())), "island": str(island)}
+    reads = corpus()
+    content = own_corpus(config, reads, 0, "").content
+    same = {**dict(fingerprint(config, "", reads)), "island": str(island), "content of its corpus": content}
     return meet(config, learner_id, incarnation, coordinator, same)
 
 
@@ -231,7 +233,7 @@ def _agree(hosts: Hosts, same: Mapping[str, str]) -> int:
         wrong, incarnation = _hear(group, HostVerdict).reason, meet.island_incarnation
     if wrong:
         group.close()
-        raise ValueError(f"{wrong}: start all hosts of an island from the same config, with the same --island")
+        raise ValueError(f"{wrong}: start all hosts of an island from one config, with the same --island and --data")
     return incarnation
 
 

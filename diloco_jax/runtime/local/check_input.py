@@ -134,7 +134,9 @@ def check_tokenizer(config: RunConfig) -> None:
 
 def _check_model(config: RunConfig) -> Blueprint:
     """Trace the model and an inner step with shapes alone."""
-    batch = batch_shapes(example(config.data, config.train.seq_len), config.island("").batch_size)
+    # The samples of all corpora have one form.
+    data = next(iter(config.corpora.values())).data
+    batch = batch_shapes(example(data, config.train.seq_len), config.island("").batch_size)
     try:
         blueprint = Blueprint(config.model, config.optimizer, MeshConfig(), 1, seed=config.seed)
         rate = jax.ShapeDtypeStruct((), np.float32)

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from diloco_jax.core.kinds import inverse, with_order
+from diloco_jax.protocol.corpora import RUN
 from diloco_jax.protocol.leases import COMMON
 from diloco_jax.settings.run import EvaluationConfig, RunConfig
 from diloco_jax.training.base import read_base
@@ -164,7 +165,7 @@ def run_source(config: RunConfig) -> Source:
     corpora = config.corpora
     if list(corpora) == [COMMON]:
         return load_source(config.data, config.train.seq_len)
-    parts = {name or "run": load_source(each.data, config.train.seq_len) for name, each in sorted(corpora.items())}
+    parts = {name or RUN: load_source(each.data, config.train.seq_len) for name, each in sorted(corpora.items())}
     return united(parts, (1.0,) * len(parts))
 
 

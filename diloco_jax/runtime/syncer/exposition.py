@@ -21,6 +21,7 @@ import prometheus_client as prometheus
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from diloco_jax.protocol.corpora import RUN
 from diloco_jax.protocol.effects import Note
 from diloco_jax.protocol.messages import StepReport
 from diloco_jax.protocol.watch.alarms import REMEDIES
@@ -333,8 +334,8 @@ class Exposition(Collector):
             overlap_steps=config.protocol.overlap_steps,
             abandoned=published.abandoned,
             samples=status["samples"],
-            epochs={row["corpus"] or "run": row["epochs"] for row in status["corpora"]},
-            losses={row["corpus"] or "run": row["loss"] for row in status["corpora"]},
+            epochs={row["corpus"] or RUN: row["epochs"] for row in status["corpora"]},
+            losses={row["corpus"] or RUN: row["loss"] for row in status["corpora"]},
             rejected={name: published.rejected[name] for name in self._names},
             alarms={kind: sum(each["kind"] == kind for each in status["alarms"]) for kind in REMEDIES},
             unlisted=sum(each["learner"] not in self._names for each in status["learners"]),

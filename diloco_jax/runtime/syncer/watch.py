@@ -205,7 +205,7 @@ class Watch:
         else:
             self.eval_alarms.clear()
         self.eval_loss, self.eval_bits, self.eval_scores = score.loss, bits, finite_or_none
-        self._rising.on_score(score)
+        self._rising.on_score(score, self.context.machine.membership.corpora.known)
         self._eval_step = score.global_step
         record = {"kind": "eval", "t": now_s, "loss": score.loss, "bits_per_byte": bits, "scores": finite_or_none}
         record |= {"global_step": score.global_step, "tokens": tokens}

@@ -198,7 +198,13 @@ def remote(config: RunConfig) -> RunConfig:
     states = config.checkpoints.states or (f"gs://{bucket}/{config.name}/states" if bucket else "")
     checkpoints = replace(config.checkpoints, states=states.replace(BUCKET, bucket))
     profiles = config.islands.profiles or (f"gs://{bucket}/profiles" if config.islands.pathways and bucket else "")
-    islands = replace(config.islands, profiles=profiles.replace(BUCKET, bucket))
+    each = {
+        name: replace(own, data=replace(own.data, path=own.data.path.replace(BUCKET, bucket)))
+        if own.data is not None and own.data.path is not None
+        else own
+        for name, own in config.islands.each.items()
+    }
+    islands = replace(config.islands, profiles=profiles.replace(BUCKET, bucket), each=each)
     return replace(config, transport=transport, data=data, checkpoints=checkpoints, islands=islands)
 
 

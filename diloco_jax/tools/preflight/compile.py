@@ -138,7 +138,7 @@ def compile_island(config: RunConfig, island: IslandConfig, say: Say, *, step_on
         say(f"{topology}: creating the state")
         programs.append(build("create", lambda: blueprint.create.lower().compile(options), 0))
     say(f"{topology}: the inner step of {island.batch_size} sequences, which takes longest")
-    shapes = batch_shapes(example(config.data, config.train.seq_len), island.batch_size)
+    shapes = batch_shapes(example(config.of_island(island.name).data, config.train.seq_len), island.batch_size)
     arguments = held.parameters + held.optimizer + held.base
     programs.append(build("step", lambda: blueprint.lower_step(shapes).compile(options), arguments))
     if config.algorithm == "decoupled" and not step_only:

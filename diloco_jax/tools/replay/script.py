@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from diloco_jax.protocol.corpora import OwnCorpus
+from diloco_jax.protocol.corpora import OF_DATA, SEPARATE, OwnCorpus
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore
-from diloco_jax.protocol.membership import OBSOLETE, OPEN
+from diloco_jax.protocol.membership import OBSOLETE
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import decided_elsewhere
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -46,8 +46,6 @@ Fingerprint = tuple[tuple[str, str], ...]
 # The least fields of a greeting and of a report.
 FIELDS_MIN = 5
 BEGIN_FIELDS_MIN = 3
-# Entries of a fingerprint that describe the corpus of the run.
-OF_DATA = ("data", "corpus")
 
 
 class LearnerIncarnation(NamedTuple):
@@ -277,11 +275,12 @@ def _loaded(tape: Path, number: int, line: str, least: int = FIELDS_MIN) -> list
 def differences(ours: Fingerprint, theirs: Iterable[tuple[str, str]]) -> list[str]:
     """List the differences of two fingerprints in words."""
     mine, other = dict(ours), dict(theirs)
+    # The replay compares a separate corpus when it reads it. Without a corpus of the run there is none to compare.
+    separate = any(pairs.get(what, "").startswith(SEPARATE) for pairs in (mine, other) for what in OF_DATA)
     return [
         f"{what} is {mine.get(what)}, the tape has {other.get(what)}"
         for what in sorted((mine.keys() | other.keys()) - OBSOLETE)
-        # An island with a separate corpus leaves these open; the corpus of each island is compared on its own.
-        if mine.get(what) != other.get(what) and not (what in OF_DATA and OPEN in (mine.get(what), other.get(what)))
+        if mine.get(what) != other.get(what) and not (what in OF_DATA and separate)
     ]
 
 

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from diloco_jax.protocol.corpora import wrong_corpus_name
 from diloco_jax.training.named import check_choices, check_setting
 
 DataFormat = Literal["bytes", "tokens", "store", "text", "jsonl", "parquet", "arrow", "arrayrecord", "images"]
@@ -17,7 +18,6 @@ SOURCES_MAX = 64
 SHARE_MIN = 1e-4
 PREFETCH_MAX = 64
 SOFT_TOKENS_MAX = 16_384
-CORPUS_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +180,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_setting("data", self.module, self.args)
-        if self.corpus and not re.fullmatch(CORPUS_NAME, self.corpus):
-            raise ValueError(f"data.corpus is {self.corpus!r}; use up to 64 letters, digits, '.', '_' and '-'")
+        if self.corpus and (wrong := wrong_corpus_name(self.corpus)):
+            raise ValueError(f"data.corpus: {wrong}")
         if self.module and self.path != STDLIB:
             raise ValueError(f"data.path is '{self.path}', but data.module '{self.module}' takes its place; remove one")
         check_choices("data", self)

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from diloco_jax.protocol.corpora import Corpus
 from diloco_jax.runtime.syncer.exposition import all_series
 from diloco_jax.settings.packed import packed
 from diloco_jax.settings.text import parse
@@ -49,6 +50,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     scraped = Scraped(folder, config, new(quorum=2))
     scraped.metrics = {"island-0": dict.fromkeys((*MEASURED, *FROM_SYNCER), 0.5)}
     one_round(scraped)
+    scraped.syncer.membership.corpora.known["french"] = Corpus("9 tokens", 400)
     scraped.stats.drifts.on_round({"island-0": (1.0, 0.5), "island-1": (1.0, 0.5)})
     with served(scraped.exposed):
         scraped.tell(9.0)
