@@ -54,6 +54,7 @@ class Site:
     def __init__(self, folder: Path, number: int, within: Sequence[str], python: Sequence[str]) -> None:
         self.folder, self.user = folder, FIRST_USER + number
         folder.mkdir(mode=0o700)
+        os.chown(folder, self.user, self.user)
         self._before = [*within, "setpriv", f"--reuid={self.user}", f"--regid={self.user}", "--clear-groups", *python]
         self.process: subprocess.Popen[str] | None = None
 
