@@ -20,7 +20,7 @@ from tests.runtime.helpers import ROOT, environment
 
 PORT = 50051
 FIRST_USER = 61000
-# A run of bytes of this length from a text is no accident, if it has so many different bytes.
+# A run of bytes of this length from a text is not there by accident, if it has so many different bytes.
 FOUND_BYTES, DIFFERENT_MIN = 16, 8
 # A recording is searched in parts of this size.
 PART_BYTES = 4 << 20
@@ -44,7 +44,7 @@ def python_for_anybody() -> list[str]:
             if python and not subprocess.run([*as_nobody, python, "-c", "import ssl"], capture_output=True).returncode:
                 return [python]
         except FileNotFoundError:
-            pytest.skip("users of their own need the command setpriv")
+            pytest.skip("separate users need the command setpriv")
     pytest.skip("no Python of this version that every user may start")
 
 

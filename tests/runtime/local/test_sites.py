@@ -16,7 +16,7 @@ from tests.runtime.helpers import run as repeat
 from tests.runtime.local.sites import PORT, Site, found_in, networks, python_for_anybody, recorded, words_of
 
 NAMES = ("island-0", "island-1", "island-2")
-# Three kinds of text, of which no two sites have a file in common.
+# Three kinds of text; no two sites have a file in common.
 TEXTS = (("diloco_jax/core", "*.py"), ("docs", "*.md"), ("configs", "*.yaml"))
 TLS = {"tls_ca": "certs/ca.pem", "tls_certificate": "certs/{name}.pem", "tls_key": "certs/{name}.key"}
 
