@@ -112,7 +112,8 @@ def _with_people(drawn: Scenario, others: list[str], until_s: float, *, hostile:
     """Draw what people do to a scenario: an operator bans one of these learners, and one of them is hostile."""
     seed = drawn.seed
     own = Random(f"ban of {seed}")
-    if own.random() < BAN_SHARE:
+    # Without the banned learner the others must meet the quorum, or no round closes while the ban lasts.
+    if own.random() < BAN_SHARE and drawn.config.quorum <= len(others):
         at_s = own.uniform(0.0, 0.9 * until_s)
         fault = Fault(at_s, "ban", (own.choice(others),), own.uniform(0.1, 1.0) * (until_s - at_s))
         drawn = replace(drawn, faults=tuple(sorted((*drawn.faults, fault))))
