@@ -141,7 +141,7 @@ def test_a_replay_needs_the_corpus_of_every_island(eventful: Path, tmp_path: Pat
     other.mkdir()
     (other / "text.py").write_text("another text " * 1000)
     result = run("replay", eventful, "--data", f"package={other}", step_s=0)
-    assert result.returncode == 1 and "island-1 trained on" in result.stderr and "--data package=PATH" in result.stderr
+    assert result.returncode == 2 and "island-1 trained on" in result.stderr and "--data package=PATH" in result.stderr
 
 
 @pytest.mark.long
