@@ -67,6 +67,13 @@ class Run:
         words = ["--island", NAMES[number - 1], "--syncer", f"10.98.{number}.1:{PORT}", "--data", "text"]
         self.sites[number].start("learner", "config.yaml", "--run-dir", "run", *words)
 
+    def start_all(self) -> None:
+        """Start the syncer, and once it listens the sites: its merge may compile for longer than they wait."""
+        self.start(0)
+        wait_for((self.run_dir / "syncer.address").exists, "the syncer's port", within_s=SLOW_HANGS_S)
+        for number in range(1, 4):
+            self.start(number)
+
     def merges(self, *names: str, more: int = 3) -> None:
         """Wait until rounds have merged these islands more often."""
         before = {name: notes(self.run_dir, "merged", name) for name in names}
@@ -105,8 +112,7 @@ def test_three_sites_survive_a_kill_a_ban_and_the_end_of_the_syncer(place: Path)
                 other = run.sites[1] if site is not run.sites[1] else run.sites[2]
                 read = site.command("tokenize", str(other.folder / "text"), "--tokenizer", "bytes", "--out", "stolen")
                 assert read.returncode != 0, "a site can read the text of another one"
-            for number in range(4):
-                run.start(number)
+            run.start_all()
             run.merges(*NAMES)
             first.kill()
             run.start(1)
@@ -148,8 +154,7 @@ def test_no_run_of_a_text_is_on_any_link(place: Path) -> None:
         run = Run(place, spaces, settings(60, tls=False))
         try:
             with recorded(spaces[0], recording):
-                for number in range(4):
-                    run.start(number)
+                run.start_all()
                 for site in run.sites:
                     assert site.process is not None and site.process.wait(SLOW_HANGS_S) == 0, site.folder.name
         finally:
