@@ -86,6 +86,7 @@ class Run:
     def gathered(self, folder: Path) -> Path:
         """Copy the run's folder and the tapes of all sites to one place, as an auditor of all sites would."""
         shutil.copytree(self.run_dir, folder / "run", ignore=shutil.ignore_patterns("logs"))
+        (folder / "run" / "tapes").mkdir(exist_ok=True)
         for site in self.sites[1:]:
             for tape in (site.folder / "run" / "tapes").iterdir():
                 shutil.copy(tape, folder / "run" / "tapes")
