@@ -60,8 +60,7 @@ def packed(folder: Path, experts: int = 5, **config: Any) -> Path:
         from safetensors.torch import load_file, save_file
 
         tensors = load_file(folder / FILE)
-        # The order of a file's names changes from process to process. One draw in several hundred has a token whose
-        # last expert of its choice is as good as the next one, and rounding decides.
+        # The order of a file's names changes from process to process.
         rng = np.random.default_rng(0)
         for name in sorted(name for name in tensors if name.endswith(("experts.gate_up_proj", "down_proj"))):
             count, inner, outer = tensors.pop(name).shape

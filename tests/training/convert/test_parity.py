@@ -25,7 +25,7 @@ from tests.extras import absent
 from tests.training.convert.cases import ALWAYS, GEMMA4, LIST, MINISTRAL
 from tests.training.convert.page import LIMIT, bless
 from tests.training.convert.random_variants import MIXTURES, drawn_variant
-from tests.training.convert.variants import GEMMA, OWN_SIZES, SIZES, TOKENS, WINDOW, Variant, fill, kinds, legacy, make
+from tests.training.convert.variants import GEMMA, OWN_SIZES, SIZES, TOKENS, WINDOW, Variant, drawn, kinds, legacy, make
 from tests.training.outlines import outline
 
 torch = pytest.importorskip("torch", reason=absent("parity"))
@@ -224,8 +224,7 @@ def test_of_a_model_that_sees_the_text_is_read(tmp_path: Path, name: str, usual:
     tied = transformers.AutoConfig.for_model(kind).tie_word_embeddings is usual
     outer = {} if usual else {"tie_word_embeddings": tied}
     config = {"text_config": {**SIZES, **text, "num_hidden_layers": 2}, **beside, **outer}
-    theirs = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(kind, **config))
-    fill(theirs)
+    theirs = drawn(transformers.AutoModelForImageTextToText, transformers.AutoConfig.for_model(kind, **config))
     theirs.save_pretrained(tmp_path)
     weights = Weights(tmp_path)
     model = stacked(weights.model(), True)

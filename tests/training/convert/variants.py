@@ -130,6 +130,19 @@ def fill(model: Any, seed: int = 0) -> None:
                 parameter.copy_(noise * (2 if parameter is head else 1) * parameter.shape[-1] ** -0.5)
 
 
+def drawn(kind: Any, config: Any, seed: int = 0) -> Any:
+    """Return a model of transformers whose values depend on the seed alone."""
+    import torch
+
+    # `fill` moves vectors from their initial values, and those of attention sinks and routers are random. Only a draw
+    # that is the same everywhere is known to have no token for which rounding decides between two experts.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kind.from_config(config)
+    fill(model, seed)
+    return model
+
+
 def legacy(config: dict[str, Any]) -> None:
     """Rewrite a config.json of transformers 5 as transformers 4 writes it."""
     found = config.pop("rope_parameters")
@@ -152,8 +165,7 @@ def make(variant: Variant, folder: Path) -> None:
     sizes = SIZES | OWN_SIZES.get(variant.family, {}) | variant.config
     if "head_dim" not in variant.config and sizes["hidden_size"] != SIZES["hidden_size"]:
         sizes["head_dim"] = None
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(variant.family, **sizes))
-    fill(model)
+    model = drawn(transformers.AutoModelForCausalLM, transformers.AutoConfig.for_model(variant.family, **sizes))
     model.to(getattr(torch, variant.dtype)).save_pretrained(
         folder, max_shard_size=variant.shard, save_original_format=not variant.merged
     )
