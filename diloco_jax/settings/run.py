@@ -164,6 +164,13 @@ class EvaluationConfig:
     """Seconds for an island to evaluate the global model, compiling included. After that the syncer requests it from
     another island; at the end of a run it waits equally long for an island to return. The timeout_s of a module is
     added. Raise it if an evaluation needs longer, because two islands may otherwise evaluate the same model."""
+    baseline: str = ""
+    """Folder of an earlier run on the syncer's machine, with evaluations. Two evaluations in a row with a loss above
+    that run's at equal tokens, after its first tenth, are an alarm. Set it if you know what a good run looks like:
+    data parallel on the same data, or the run before a change."""
+    baseline_excess: float = 0.05
+    """How far the loss may be above that of `baseline`, as a share of it. Runs of equal settings differ by 1 to 2 %
+    with small models. Lower it for a baseline with the same algorithm, and raise it for data parallel with a long H."""
 
     def __post_init__(self) -> None:
         check_setting("evaluation", self.module, self.args)
@@ -171,6 +178,8 @@ class EvaluationConfig:
             raise ValueError(f"evaluation.timeout_s is {self.timeout_s}; use a number of seconds above 0")
         if not 0 < self.wait_s < inf:
             raise ValueError(f"evaluation.wait_s is {self.wait_s}; use a number of seconds above 0")
+        if not 0 <= self.baseline_excess < inf:
+            raise ValueError(f"evaluation.baseline_excess is {self.baseline_excess}; use a share of at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ the adoption of its result. Then real parameters are trained from the tapes, as 
 
 The schedule has these settings: `delay` (of a message, in steps), `step_noise`, `speed_spread` (as shares of a step);
 `chips` and `hardware` (as for `diloco simulate`) for chips that fail or differ; `extra` (further learners as a share)
-and `after` (the share of the tokens that is trained when they join); `instead` (instead.py).
+and `after` (the share of the tokens that is trained when they join); `away` (a fault of the last learner: `kind`,
+`steps`, and the share of the tokens `after` which it begins); `instead` (instead.py).
 """
 
 import json
@@ -22,6 +23,7 @@ from typing import Any
 
 from diloco_jax.core import codec
 from diloco_jax.runtime.model.evaluation import Evaluator
+from diloco_jax.settings.fingerprint import own_corpus
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
@@ -33,6 +35,7 @@ from diloco_jax.sim.scenario import Scenario
 from diloco_jax.sim.tapes import LearnerTapes
 from diloco_jax.tools.replay.replay import Replay
 from diloco_jax.tools.replay.script import LearnerIncarnation, MergedRound, as_simulated
+from diloco_jax.training.data.corpus import load_source
 from experiments.instead import payload_bytes, put_in_place
 from experiments.records import thinned
 
@@ -47,7 +50,7 @@ def simulate(config: RunConfig, schedule: Mapping[str, Any], seed: int, folder: 
     Raises:
         ValueError: the run does not end, or the schedule has an unknown setting.
     """
-    known = {"delay", "step_noise", "speed_spread", "chips", "hardware", "extra", "after", "instead"}
+    known = {"delay", "step_noise", "speed_spread", "chips", "hardware", "extra", "after", "away", "instead"}
     if unknown := sorted(set(schedule) - known):
         raise ValueError(f"the schedule has '{unknown[0]}'; use {', '.join(sorted(known))}")
     learners, sequences = config.islands.count, config.island("").batch_size
@@ -55,10 +58,13 @@ def simulate(config: RunConfig, schedule: Mapping[str, Any], seed: int, folder: 
     extra = round(schedule.get("extra", 0) * learners)
     paces: dict[str, Slices] | None = None
     step_s = STEP_S
-    joins: tuple[Fault, ...] = ()
+    faults: tuple[Fault, ...] = ()
     names = [f"island-{number}" for number in range(learners + extra)]
     if extra:
-        joins = (Fault(schedule.get("after", 0.5) * steps * STEP_S, "join", tuple(names[learners:])),)
+        faults = (Fault(schedule.get("after", 0.5) * steps * STEP_S, "join", tuple(names[learners:])),)
+    if away := schedule.get("away"):
+        begins_s, lasts_s = away["after"] * steps * STEP_S, away["steps"] * STEP_S
+        faults += (Fault(begins_s, away["kind"], (names[-1],), lasts_s, notice_s=0.0),)
     if "hardware" in schedule or "chips" in schedule:
         hardware = Hardware(**{"step_s": STEP_S, **schedule.get("hardware", {})})
         chips = float(schedule.get("chips", hardware.slices))
@@ -74,7 +80,8 @@ def simulate(config: RunConfig, schedule: Mapping[str, Any], seed: int, folder: 
         step_s=step_s,
         step_noise=schedule.get("step_noise", 0.05),
         speed_spread=schedule.get("speed_spread", 0.1),
-        faults=joins,
+        faults=faults,
+        corpora=tuple(config.of_island(name).data.corpus for name in names),
         seed=seed,
     )
     run = Cluster(scenario, paces=paces)
@@ -123,6 +130,11 @@ class Training(Replay):
 
     def __init__(self, config: RunConfig, tapes: Path, bits: int = 0) -> None:
         super().__init__(config, tapes, compare=False)
+        for incarnation, told in self.script.corpora.items():
+            # Simulated islands have texts that do not exist; these are trained on those of the config.
+            island = config.of_island(incarnation.learner_id)
+            here = load_source(island.data, island.train.seq_len).corpus
+            self.script.corpora[incarnation] = own_corpus(island, here, told.corpus_samples, told.tokenizer)
         self._formats = config.wire
         self._sizes = {
             way: [

@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
 from experiments.plan import Choice, chosen
@@ -32,12 +32,20 @@ def roots() -> list[Path]:
     return [path for path in map(Path, [*sorted(own), *SYSTEM]) if path.is_dir()]
 
 
-def documents(folders: Sequence[Path], most: int = TOTAL_MOST) -> Iterator[str]:
-    """Yield the texts below some folders, each content once, in the order of their digests."""
+def documents(
+    folders: Sequence[Path], most: int = TOTAL_MOST, suffixes: Set[str] = SUFFIXES, bytes_most: int = BYTES_MOST
+) -> Iterator[str]:
+    """Yield the texts below some folders, each content once, in the order of their digests.
+
+    Args:
+        most: limit of the characters of all texts.
+        suffixes: endings of their files.
+        bytes_most: limit for a file.
+    """
     found: dict[str, Path] = {}
     for folder in folders:
         for path in sorted(folder.rglob("*")):
-            if path.suffix in SUFFIXES and path.is_file() and BYTES_LEAST <= path.stat().st_size <= BYTES_MOST:
+            if path.suffix in suffixes and path.is_file() and BYTES_LEAST <= path.stat().st_size <= bytes_most:
                 found.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
     left = most
     for _, path in sorted(found.items()):

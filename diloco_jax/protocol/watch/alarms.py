@@ -48,6 +48,8 @@ REMEDIES = {
     "clock": "let NTP (chrony, systemd-timesyncd) set both clocks; logs and certificates need them",
     "rising": "look at that data and at its island's share in rounds; more weight (merge.shares), or a shorter "
     "protocol.sync_every, helps a corpus that differs from the others",
+    "band": "`diloco compare` shows what differs from that run; look at the learning rate, and at how many islands "
+    "rounds merge",
     "evaluation": "`diloco eval RUN` evaluates a snapshot; the next evaluation is asked for by itself",
 }
 # By kind: the text of an alarm that is over.
@@ -72,6 +74,7 @@ PAST = {
     "certificate": "a certificate was about to expire",
     "clock": "the clock of {who} was wrong",
     "rising": "the loss on one corpus rose",
+    "band": "the evaluation loss was above that of evaluation.baseline",
     "evaluation": "an evaluation failed",
 }
 # An alarm is raised again after so many seconds without its cause, or with it, so that logs stay short.

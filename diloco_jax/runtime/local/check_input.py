@@ -14,6 +14,7 @@ from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.local.machine import check, look, need_proxy
 from diloco_jax.runtime.model.arithmetic import make_setup
 from diloco_jax.runtime.model.evaluation import Scorer
+from diloco_jax.runtime.syncer.band import read_band
 from diloco_jax.runtime.trackers.outlets import find_callbacks, find_trackers
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import OF_TOKENS, RunConfig
@@ -42,6 +43,7 @@ def check_input(config: RunConfig) -> None:
         need_proxy(os.environ.get("JAX_PLATFORMS", ""))
     check(config, look(os.environ))
     check_parts(config)
+    read_band(config.evaluation)
     if config.model.own:
         if config.algorithm != "decoupled" or not config.islands.command:
             raise ValueError(

@@ -27,7 +27,7 @@ from diloco_jax.runtime.records.thinning import THINNED, RecordTail
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import flat, load, read_settings
 from diloco_jax.tools.page.curve import few
-from diloco_jax.tools.page.story import Story, verdict
+from diloco_jax.tools.page.story import LOSSES, Story, verdict
 from diloco_jax.tools.page.times import KINDS, IslandTimes, RoundTimes
 from diloco_jax.tools.terminal.words import stands
 from diloco_jax.transport.link import TransportConfig
@@ -41,6 +41,7 @@ SAMPLE_MAX = 4000
 # Points of a curve that are sent: of losses, and of other metrics.
 POINTS_SENT, METRIC_POINTS = 240, 120
 METRICS_FIRST = (
+    LOSSES,
     "drift_cosine",
     "drift_norm_ratio",
     "grad_norm",

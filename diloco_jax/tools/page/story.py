@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
+from diloco_jax.protocol.watch.sites import LOSS
 from diloco_jax.protocol.watch.stats import participation, step_overhead
 from diloco_jax.runtime.figures.forms import format_count, format_duration
 from diloco_jax.runtime.records.liveness import ENDED
@@ -16,6 +17,8 @@ from diloco_jax.tools.page.curve import POINTS_KEPT, Curve, few
 STEPS_KEPT = 20_000
 # Newest records of bytes moved, two per second, that give the present rate.
 RATE_WORDS = 150
+# The metric whose lines are the losses on the corpora of a run.
+LOSSES = "evaluation_loss"
 # Groups of rounds.
 STRETCHES_MAX = 120
 
@@ -78,7 +81,7 @@ class Story:
         wire: times with bytes moved up and down.
         totals: times with tokens, and bytes moved up and down, over the whole run.
         evals: times with tokens and loss.
-        metrics: curves of time and value, by metric and island.
+        metrics: curves of time and value, by metric and island; those of LOSSES by corpus.
         scores: numbers of the newest evaluation.
         made: versions and machine that made the run.
     """
@@ -125,6 +128,11 @@ class Story:
         elif kind == "eval" and record["loss"] is not None:
             self.evals.add(t, record["tokens"], record["loss"])
             self.bits_per_byte, self.scores = record["bits_per_byte"], record.get("scores", {})
+            for name, value in self.scores.items():
+                # The loss on each corpus or source; its line has the corpus's name.
+                if value is not None and name.endswith(LOSS):
+                    lines = self.metrics.setdefault(LOSSES, {})
+                    lines.setdefault(name.removesuffix(LOSS), Curve(POINTS_KEPT)).add(t, value)
 
     def _merged(self, one: Stretch) -> None:
         self.rounds += one.rounds

@@ -36,6 +36,12 @@ def drift(name: str, t: float, n: int, norm_ratio: float, cosine: float | None) 
     return {"kind": "drift", "t": t, "learner": name, "global_step": n, "fragment_id": 2, "values": values}
 
 
+def evaluation(t: float, n: int, tokens: int, loss: float | None, **scores: float | None) -> Record:
+    """An evaluation; `scores` are those of corpora by name."""
+    found = {"kind": "eval", "t": t, "global_step": n, "tokens": tokens, "loss": loss, "bits_per_byte": None}
+    return found | {"scores": {f"{name} loss": value for name, value in scores.items()}}
+
+
 def one_round(n: int, t: float) -> list[Record]:
     """A round that closes at `t` with island a alone."""
     record = {"kind": "round", "t": t + 0.75, "global_step": n, "fragment_id": 2, "opened_s": t - 2, "met_s": t - 1}

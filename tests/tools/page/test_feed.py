@@ -14,7 +14,20 @@ from diloco_jax.tools.page.compare import compare, describe
 from diloco_jax.tools.page.feed import RunFeed, alarms_now
 from diloco_jax.tools.page.times import ROUNDS_KEPT, IslandTimes
 from tests.runtime.helpers import call
-from tests.tools.page.made import FATES, MADE, append, drift, joined, lost, made_run, one_round, status, step, wire
+from tests.tools.page.made import (
+    FATES,
+    MADE,
+    append,
+    drift,
+    evaluation,
+    joined,
+    lost,
+    made_run,
+    one_round,
+    status,
+    step,
+    wire,
+)
 
 
 def test_the_whole_says_what_the_records_say(tmp_path: Path) -> None:
@@ -68,6 +81,16 @@ def test_the_drift_of_each_island_is_a_curve_and_no_event(tmp_path: Path) -> Non
     assert curves["drift_norm_ratio"]["b"] == [[5.0, 1.0], [6.0, 2.0], [7.0, 3.0]]
     assert [curves["drift_cosine"][name] for name in "ab"] == [[[5.0, 0.5], [7.0, 0.25]]] * 2
     assert "drift" not in {event["kind"] for event in told["events"]}
+
+
+def test_the_loss_on_each_corpus_is_a_curve(tmp_path: Path) -> None:
+    folder = made_run(tmp_path)
+    append(
+        folder, evaluation(5.0, 1, 30, 2.0, french=3.0, dutch=1.0), evaluation(6.0, 2, 40, 1.5, french=2.0, dutch=None)
+    )
+    feed = RunFeed(folder)
+    feed.look()
+    assert feed.whole()["metrics"]["evaluation_loss"] == {"french": [[5.0, 3.0], [6.0, 2.0]], "dutch": [[5.0, 1.0]]}
 
 
 def test_leaving_a_complete_run_is_not_news(tmp_path: Path) -> None:

@@ -134,8 +134,8 @@ def drawn(kind: Any, config: Any, seed: int = 0) -> Any:
     """Return a model of transformers whose values depend on the seed alone."""
     import torch
 
-    # `fill` moves vectors from their initial values, and those of attention sinks and routers are random. Only a draw
-    # that is the same everywhere is known to have no token for which rounding decides between two experts.
+    # `fill` moves vectors from their initial values, and those of attention sinks and routers are random. A draw that
+    # changes may some day have a token with two experts that are as good, and then rounding decides between them.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind.from_config(config)
