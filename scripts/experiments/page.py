@@ -169,10 +169,7 @@ def _settings(results: Results) -> str:
     jobs = {arm: job for (name, arm), job in results.jobs.items() if name == case.name}
     lists = []
     for arm, own in differences(jobs).items():
-        words = ", ".join(
-            f"`{path}` {yaml.safe_dump(value, default_flow_style=True).strip().removesuffix('...').strip()}"
-            for path, value in own.items()
-        )
+        words = ", ".join(f"`{path}` {_in_one_line(value)}" for path, value in own.items())
         lists.append((arm, jobs[arm].way, words or "nothing"))
     first = next(iter(jobs.values()))
     config = yaml.safe_dump(
@@ -183,6 +180,11 @@ def _settings(results: Results) -> str:
         + _table(("arm", "way", "settings"), lists)
         + f"\n\nThe whole config of `{first.arm}`:\n\n```yaml\n{config}```"
     )
+
+
+def _in_one_line(value: Any) -> str:
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+    return text.strip().removesuffix("...").strip()
 
 
 def _made_with(results: Results) -> str:

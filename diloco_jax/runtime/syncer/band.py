@@ -32,7 +32,7 @@ class Band:
 
     Args:
         points: tokens and loss of the earlier run's evaluations, at least one, with ascending tokens.
-        excess: share of the reference by which a loss may be higher.
+        excess: how far a loss may be above the reference, as a share of it.
     """
 
     def __init__(self, points: Sequence[Point], excess: float) -> None:

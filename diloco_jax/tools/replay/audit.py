@@ -169,8 +169,10 @@ def describe(result: Mapping[str, Any]) -> str:
             f"{result['exclusions_repeated']:,} rounds have recorded norms, and the rule decided again from them"
         )
     one_fate = f"every sample has one fate; {result['learner_tapes']:,} learner tapes have no other samples"
-    if any(found["guarantee"] != LEASED for found in data.values()):
+    known = {found["guarantee"] for found in data.values()}
+    if known & {OWN, RESUMED}:
         lines.append("these counts include the positions that were leased to loops with other data, and not read")
+    if known - {LEASED}:
         lines += describe_guarantees(data)
         one_fate = f"every leased position has one fate; {result['learner_tapes']:,} learner tapes have no other ones"
     return "\n".join([*lines, *_operations(result), *_verdict(result, one_fate)])

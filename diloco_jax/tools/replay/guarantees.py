@@ -83,4 +83,4 @@ def _words(found: Mapping[str, Any]) -> str:
             )
         case "own":
             return "own data without a saved state; nothing is known of its samples"
-    return "no tape of it is here, so nothing is known of the data that its loop read"
+    return "no tape of it is here, so nothing shows whether it read what was leased to it, or other data"

@@ -21,7 +21,8 @@ def run_of(folder: Path, *rows: dict[str, Any]) -> EvaluationConfig:
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [
-        (99, None),  # a tenth of the earlier run
+        # 100 tokens are a tenth of the earlier run.
+        (99, None),
         (100, 4.0),
         (round(100 * exp(1)), 3.0),
         (round(100 * exp(2)), 2.0),
