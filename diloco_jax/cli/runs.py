@@ -154,7 +154,7 @@ def train(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.local.check_input import check_input
 
     config = load_config(arguments)
-    check_input(config)
+    check_input(config, resumes=arguments.resume)
     with _run_folder(arguments, config) as (run_dir, config):
         summary = train_locally(config, run_dir, live=live, quiet=arguments.json, resume=arguments.resume)
     if arguments.json:

@@ -166,11 +166,12 @@ class EvaluationConfig:
     added. Raise it if an evaluation needs longer, because two islands may otherwise evaluate the same model."""
     baseline: str = ""
     """Folder of an earlier run on the syncer's machine, with evaluations. Two evaluations in a row with a loss above
-    that run's at equal tokens, after its first tenth, are an alarm. Set it if you know what a good run looks like:
-    data parallel on the same data, or the run before a change."""
+    that run's at equal tokens, after its first tenth, are an alarm. Set it if you know what a good run looks like, with
+    the same schedule and held-out data: the run before a change, or data parallel."""
     baseline_excess: float = 0.05
     """How far the loss may be above that of `baseline`, as a share of it. Runs of equal settings differ by 1 to 2 %
-    with small models. Lower it for a baseline with the same algorithm, and raise it for data parallel with a long H."""
+    with small models. Lower it for a baseline with the same settings, and raise it for data parallel: a healthy run is
+    3 to 11 % above that, more with a longer H."""
 
     def __post_init__(self) -> None:
         check_setting("evaluation", self.module, self.args)

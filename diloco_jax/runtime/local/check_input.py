@@ -33,7 +33,7 @@ from diloco_jax.transport.session.calls import cannot_listen
 from diloco_jax.transport.trust.security import credentials
 
 
-def check_input(config: RunConfig) -> None:
+def check_input(config: RunConfig, *, resumes: bool = False) -> None:
     """Check everything that a whole run on this machine loads; ValueError with the setting and the remedy."""
     # Arrays of the user's code must not take memory of accelerators, which islands need.
     jax.config.update("jax_platforms", "cpu")
@@ -43,7 +43,11 @@ def check_input(config: RunConfig) -> None:
         need_proxy(os.environ.get("JAX_PLATFORMS", ""))
     check(config, look(os.environ))
     check_parts(config)
-    read_band(config.evaluation)
+    if config.evaluation.baseline and config.algorithm == "data_parallel":
+        raise ValueError("evaluation.baseline is compared by a syncer, and algorithm data_parallel has none; remove it")
+    # A run that has begun continues without it.
+    if not resumes:
+        read_band(config.evaluation)
     if config.model.own:
         if config.algorithm != "decoupled" or not config.islands.command:
             raise ValueError(

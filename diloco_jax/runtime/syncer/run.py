@@ -41,6 +41,7 @@ from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import ended_at_once
 from diloco_jax.runtime.records.tape_file import TapeFile, TapeStopped, last_time_s
 from diloco_jax.runtime.records.telemetry import write_json
+from diloco_jax.runtime.syncer.band import continued_band, read_band
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.context import Merges, Results, SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
@@ -409,7 +410,8 @@ class SyncerRun:
         context = SyncerContext(config, run_dir, stop, clock, tape, machine, taped, self._model, self._stats)
         writer = SnapshotWriter(context)
         exposed, earlier = Exposition(context, writer), NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir)
-        watch = Watch(context, earlier, MachineAlarms(context, writer), self._pulse, exposed)
+        band = read_band(config.evaluation) if mode == FRESH else continued_band(config.evaluation, run_dir)
+        watch = Watch(context, earlier, MachineAlarms(context, writer), self._pulse, exposed, band)
         merges = Merges(self._model, self._results.put, Pulse(config.watchdog, "a merge", None))
         listener, ended_s = None, 0.0
         preparing = ExitStack()

@@ -27,13 +27,13 @@ from diloco_jax.protocol.watch.terms import WAITING
 from diloco_jax.protocol.watch.time_left import TimeLeft
 from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import RunFacts
-from diloco_jax.runtime.records.earlier import NOTHING_EARLIER, Earlier
+from diloco_jax.runtime.records.earlier import Earlier
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.liveness import BEGIN_S, machine_number, read_restart
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import compose_status
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, replace_text
-from diloco_jax.runtime.syncer.band import Band, read_band
+from diloco_jax.runtime.syncer.band import Band, Point
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND
 from diloco_jax.runtime.syncer.context import SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
@@ -68,6 +68,7 @@ class Watch:
         machine_alarms: alarms of the syncer's machine, such as a full disk.
         pulse: pulse of the reporting thread, which beats at every report, however long the thread waits for a disk.
         exposed: metrics for Prometheus, which get the same events.
+        band: the comparison with an earlier run; None if the config names none.
     """
 
     context: SyncerContext
@@ -75,13 +76,13 @@ class Watch:
     machine_alarms: MachineAlarms
     pulse: Pulse
     exposed: Exposition
+    band: Band | None = None
 
     def __post_init__(self) -> None:
         self._told_s: float | None = None
         # Results of the newest evaluation.
         self.eval_loss, self.eval_scores = self.earlier.eval_loss, dict[str, float | None]()
         self._rising = RisingLosses()
-        self._band = self._read_band()
         # Global step of the evaluated model.
         self._eval_step = self.earlier.eval_step
         self.eval_bits: float | None = None
@@ -104,16 +105,6 @@ class Watch:
         self._news = False
         self._time_left = TimeLeft(self.context.machine.global_step)
         self._telemetry = Telemetry(self.context.run_dir, Outlets(self.context.config, self.context.run_dir))
-
-    def _read_band(self) -> Band | None:
-        try:
-            return read_band(self.context.config.evaluation)
-        except ValueError as error:
-            # A run that has begun does not end because an old one was removed.
-            if self.earlier is NOTHING_EARLIER:
-                raise
-            log.warning(f"{error}; the run continues without this comparison")
-            return None
 
     def begins(self, how: str) -> None:
         """Record that a process of the syncer starts, how it starts (begin.py), and on what machine."""
@@ -217,9 +208,11 @@ class Watch:
         else:
             self.eval_alarms.clear()
         self.eval_loss, self.eval_bits, self.eval_scores = score.loss, bits, finite_or_none
-        self._rising.on_score(score, self.context.machine.membership.corpora.known)
-        if self._band is not None:
-            self._band.on_loss(score.loss, tokens)
+        corpora = self.context.machine.membership.corpora.known
+        self._rising.on_score(score, corpora)
+        if self.band is not None:
+            known = frozenset(name for name, value in finite_or_none.items() if value is not None)
+            self.band.on_score(Point(tokens, score.loss, known), corpora)
         self._eval_step = score.global_step
         record = {"kind": "eval", "t": now_s, "loss": score.loss, "bits_per_byte": bits, "scores": finite_or_none}
         record |= {"global_step": score.global_step, "tokens": tokens}
@@ -238,7 +231,7 @@ class Watch:
         found = [alarm for alarm in found if not (alarm.kind == "gone" and alarm.who in self._awaited)]
         found += starving({name: self._metrics[name] for name in active if name in self._metrics})
         found += [Alarm("evaluation", "", text) for text in self.eval_alarms] + self._rising.alarms()
-        found += self._band.alarms() if self._band is not None else []
+        found += self.band.alarms() if self.band is not None else []
         if self.eval_loss is not None and not isfinite(self.eval_loss):
             found.append(Alarm("loss", "", f"the loss of the newest evaluation is {self.eval_loss}"))
         changes = self._book.look(found, now_s)

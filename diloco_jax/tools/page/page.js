@@ -447,7 +447,7 @@ function drawLoss(run) {
     ({name, style: colour(index), points: points.map(point => [point[by], point[metric === 'loss' ? 2 : 1]])}));
   const mean = smoothed(lines);
   for (const line of lines) line.style += ' pale';
-  if (mean.length) lines.push({name: 'mean of the islands, smoothed', style: 'main', points: mean});
+  if (mean.length) lines.push({name: `mean of the ${metric === 'evaluation loss' ? 'lines' : 'islands'}, smoothed`, style: 'main', points: mean});
   if (metric === 'loss' && run.curves.evals.length) lines.push({name: 'global model', style: 'main dashed', dots: true, points: run.curves.evals.map(point => [point[by], point[2]])});
   chart($('loss'), $('loss-legend'), lines, by ? short : tick, {label: metric, xTitle: by ? 'tokens of all islands' : SINCE,
     marks: by ? [] : run.events.filter(event => MARKED.includes(event.kind)), yTitle: metric.replaceAll('_', ' '), settles: metric === 'loss' && !lossRange});

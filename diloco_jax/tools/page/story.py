@@ -17,8 +17,8 @@ from diloco_jax.tools.page.curve import POINTS_KEPT, Curve, few
 STEPS_KEPT = 20_000
 # Newest records of bytes moved, two per second, that give the present rate.
 RATE_WORDS = 150
-# The metric whose lines are the losses on the corpora of a run.
-LOSSES = "evaluation_loss"
+# The metric whose lines are the losses on the corpora of a run, at most so many. No metric of an island has a space.
+LOSSES, PARTS_MAX = "evaluation loss", 64
 # Groups of rounds.
 STRETCHES_MAX = 120
 
@@ -129,10 +129,14 @@ class Story:
             self.evals.add(t, record["tokens"], record["loss"])
             self.bits_per_byte, self.scores = record["bits_per_byte"], record.get("scores", {})
             for name, value in self.scores.items():
-                # The loss on each corpus or source; its line has the corpus's name.
                 if value is not None and name.endswith(LOSS):
-                    lines = self.metrics.setdefault(LOSSES, {})
-                    lines.setdefault(name.removesuffix(LOSS), Curve(POINTS_KEPT)).add(t, value)
+                    self._part(name.removesuffix(LOSS), t, value)
+
+    def _part(self, name: str, t: float, loss: float) -> None:
+        """Add the loss on one corpus or source, which is a line with its name."""
+        lines = self.metrics.setdefault(LOSSES, {})
+        if name in lines or len(lines) < PARTS_MAX:
+            lines.setdefault(name, Curve(POINTS_KEPT)).add(t, loss)
 
     def _merged(self, one: Stretch) -> None:
         self.rounds += one.rounds

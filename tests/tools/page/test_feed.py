@@ -90,7 +90,7 @@ def test_the_loss_on_each_corpus_is_a_curve(tmp_path: Path) -> None:
     )
     feed = RunFeed(folder)
     feed.look()
-    assert feed.whole()["metrics"]["evaluation_loss"] == {"french": [[5.0, 3.0], [6.0, 2.0]], "dutch": [[5.0, 1.0]]}
+    assert feed.whole()["metrics"]["evaluation loss"] == {"french": [[5.0, 3.0], [6.0, 2.0]], "dutch": [[5.0, 1.0]]}
 
 
 def test_leaving_a_complete_run_is_not_news(tmp_path: Path) -> None:
