@@ -44,18 +44,6 @@ FOUND_BY_DOCTOR = (
     ),
     Wrong({"data": {"format": "store", "path": "empty"}}, "/empty'", "is not a token store", "see diloco tokenize"),
     Wrong({"data": {"format": "store", "path": "old"}}, "old/store.json has version 0", "reads 1", "make the store"),
-    Wrong(
-        {"evaluation": {"baseline": "none"}},
-        "evaluation.baseline is 'none'",
-        "cannot be read (No such file or directory)",
-        "name the folder of a run",
-    ),
-    Wrong(
-        {"evaluation": {"baseline": "damaged"}, "algorithm": "data_parallel"},
-        "evaluation.baseline",
-        "algorithm data_parallel has none",
-        "remove it",
-    ),
     Wrong({"transport": {"address": "TAKEN"}}, "transport.address TAKEN", "in use", "choose another one"),
     Wrong({"syncer": {"metrics": "TAKEN"}}, "syncer.metrics TAKEN", "in use", "choose another one"),
     Wrong(
@@ -111,6 +99,18 @@ FOUND_BY_DOCTOR = (
 
 # `diloco train` refuses these configs too.
 CONFIGS = (
+    Wrong(
+        {"evaluation": {"baseline": "none"}},
+        "evaluation.baseline is 'none'",
+        "cannot be read (No such file or directory)",
+        "name the folder of a run",
+    ),
+    Wrong(
+        {"evaluation": {"baseline": "damaged"}, "algorithm": "data_parallel"},
+        "evaluation.baseline",
+        "algorithm data_parallel has none",
+        "remove it",
+    ),
     Wrong("\udc89PNG", "config.yaml is not UTF-8", "invalid start byte", "name a YAML file, or a config"),
     Wrong("name: a\0b\n", "config.yaml", "#x0000", "correct it there"),
     Wrong("seed: " + "[" * 2000, "config.yaml is not valid YAML", "recursion depth", "correct it there"),
