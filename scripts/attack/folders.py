@@ -30,7 +30,7 @@ from attack.site import Site, comes_true, syncer, wait_until
 from attack.table import CATALOGUE, Findings, Ground
 from diloco_jax.runtime.local.run import next_incarnation
 from diloco_jax.runtime.records.signals import WRONG_INPUT
-from tests.runtime.helpers import call, environment, kill_processes, notes, processes_of, status
+from tests.runtime.helpers import environment, kill_processes, notes, processes_of, run, status
 
 REFUSED_WITHIN_S = 90.0
 # Ten starts of a run, each with at most 15 rounds and two more seconds, must not complete it.
@@ -301,10 +301,10 @@ def _audited(name: str, about: str, damage: Callable[[Path], None]) -> None:
     def cut(ground: Ground, seen: Findings) -> None:
         ground.folder.joinpath("copy").mkdir()
         run_dir = PAST.finished(ground.folder / "copy")
-        clean = call("audit", run_dir)
+        clean = run("audit", run_dir)
         seen.expect(clean.returncode == 0, "clean before", f"audit before: {clean.stderr.strip()[-200:]}")
         damage(run_dir)
-        found = call("audit", run_dir)
+        found = run("audit", run_dir)
         words = (found.stdout + found.stderr).strip().splitlines()[-1:]
         seen.expect(found.returncode != 0, f"noticed: {words[0][:160] if words else ''}", "audit says nothing")
 

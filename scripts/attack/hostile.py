@@ -16,7 +16,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.layout import value_digest
 from diloco_jax.protocol import messages as m
 from diloco_jax.transport.link import LinkClosed
-from tests.runtime.helpers import call
+from tests.runtime.helpers import run
 
 COUNTER_MAX = 1 << 62
 # More rounds of honest learners than a round in flight could explain.
@@ -325,7 +325,7 @@ def texts(ground: Ground, seen: Findings) -> None:
         told = [text for text in _strings(site.status()) if CONTROL.search(text)]
         seen.expect(not told, "the status is clean", f"status.json has {told[:1]!r}")
         for words in (("status", str(site.run_dir)), ("report", str(site.run_dir))):
-            done = call(*words)
+            done = run(*words)
             found = CONTROL.search(done.stdout + done.stderr)
             seen.expect(not found, f"`{words[0]}` prints no control characters")
         page = (site.run_dir / "report.html").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from typing import Any
 from attack.paced import PACE_ENV
 from attack.site import comes_true, wait_until
 from attack.table import Findings
-from tests.runtime.helpers import ROOT, call, environment, kill_processes, notes, processes_of, write_config
+from tests.runtime.helpers import ROOT, environment, kill_processes, notes, processes_of, run, write_config
 
 STEPS = 200
 QUICK_S, SLOW_S = 0.02, 1.0
@@ -123,7 +123,7 @@ def completes(place: Folder, supervisor: subprocess.Popen[str], seen: Findings) 
 
 def audited(run_dir: Path, seen: Findings) -> None:
     """Expect a clean audit."""
-    audit = call("audit", run_dir, "--json")
+    audit = run("audit", run_dir, "--json")
     seen.expect(audit.returncode == 0, "audit clean", f"audit: {(audit.stdout + audit.stderr).strip()[-240:]}")
 
 
