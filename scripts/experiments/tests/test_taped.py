@@ -80,5 +80,5 @@ def test_steps_in_flight_are_counted_from_the_tape(tmp_path: Path) -> None:
 
 
 def test_an_unknown_setting_of_a_schedule_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the schedule has 'dealy'; use after, chips, delay"):
+    with pytest.raises(ValueError, match="the schedule has 'dealy'; use after, away, chips, delay"):
         simulate(config_of(), {"dealy": 1.0}, 0, tmp_path)
