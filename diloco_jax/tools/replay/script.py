@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from diloco_jax.protocol.corpora import OF_DATA, SEPARATE, OwnCorpus
 from diloco_jax.protocol.effects import Discard, Drop, Effect, Merge, Restore
-from diloco_jax.protocol.membership import OBSOLETE
+from diloco_jax.protocol.membership import OBSOLETE, OPEN
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import decided_elsewhere
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -244,8 +244,13 @@ def marks_of(tape: Path) -> Iterator[TapeMark]:
 
 
 def fingerprint_of(tape: Path) -> Fingerprint:
-    """Return a run's fingerprint, from the first greeting that steps followed; ValueError if there is none."""
+    """Return a run's fingerprint, from the first greeting that steps followed; ValueError if there is none.
+
+    A learner with a separate corpus does not describe the data of the run. These entries are then those of the first
+    such greeting without one, and OPEN if the tape has none.
+    """
     greetings: dict[tuple[Any, Any], Any] = {}
+    first: dict[str, str] = {}
     try:
         for number, line in enumerate(read_lines(tape), start=1):
             if line.startswith('["begin"'):
@@ -255,11 +260,20 @@ def fingerprint_of(tape: Path) -> Fingerprint:
                 greetings.setdefault((hello[2], hello[3]), hello[4])
             elif line.startswith('["StepReport"'):
                 report = _loaded(tape, number, line)
-                if (report[2], report[3]) in greetings:
-                    return tuple((str(w), str(v)) for w, v in greetings[report[2], report[3]])
+                # Of later reports of a learner nothing is new.
+                pairs = greetings.pop((report[2], report[3]), ())
+                told = {str(what): str(value) for what, value in pairs}
+                if told and not any(told.get(what, "").startswith(SEPARATE) for what in OF_DATA):
+                    data = {what: told[what] for what in OF_DATA if what in told}
+                    return tuple(({**first, **data} if first else told).items())
+                first = first or {what: OPEN if what in OF_DATA else value for what, value in told.items()}
     except FileNotFoundError:
         raise ValueError(f"{tape} does not exist; give the folder of a run, such as runs/NAME") from None
-    raise ValueError(f"{tape} has no step of any learner; wait for the first one, or give the folder of another run")
+    if not first:
+        raise ValueError(
+            f"{tape} has no step of any learner; wait for the first one, or give the folder of another run"
+        )
+    return tuple(first.items())
 
 
 def _loaded(tape: Path, number: int, line: str, least: int = FIELDS_MIN) -> list[Any]:

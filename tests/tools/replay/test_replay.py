@@ -224,6 +224,23 @@ def test_tapes_of_a_release_that_is_not_read_are_refused(tmp_path: Path) -> None
         fingerprint_of(tmp_path / "tape.jsonl")
 
 
+def test_the_data_of_a_run_is_told_by_the_first_learner_that_shares_it(tmp_path: Path) -> None:
+    """Even if one with a separate corpus greeted before."""
+    tape = tmp_path / "tape.jsonl"
+
+    def hello(name: str, corpus: str) -> str:
+        return json.dumps(["Hello", 1.0, name, 1, [["corpus", corpus], ["data", corpus], ["seed", "0"]]])
+
+    def report(name: str) -> str:
+        return json.dumps(["StepReport", 2.0, name, 1, 1])
+
+    separate, shared, refused = hello("a", "separate corpus fr"), hello("b", "9 tokens"), hello("c", "8 tokens")
+    lines = ['["begin",0.0,[0]]', separate, refused, shared, report("a"), report("a")]
+    for more, expected in (([], ""), ([report("b")], "9 tokens")):
+        tape.write_text("".join(f"{line}\n" for line in (*lines, *more)))
+        assert dict(fingerprint_of(tape)) == {"corpus": expected, "data": expected, "seed": "0"}
+
+
 def test_lines_that_a_full_disk_refused(tmp_path: Path) -> None:
     """What was before can be repeated, what came after cannot."""
     steps = [["step", n, 0, [[n, n + 1]], 1.0] for n in (1, 2, 4)]
