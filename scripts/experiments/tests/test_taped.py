@@ -79,6 +79,16 @@ def test_steps_in_flight_are_counted_from_the_tape(tmp_path: Path) -> None:
     assert flight_steps(tmp_path) == 1.0
 
 
+def test_an_island_without_a_connection_trains_on_and_a_stopped_one_does_not(tmp_path: Path) -> None:
+    steps = {}
+    for kind in ("partition", "crash"):
+        simulated(tmp_path, {"away": {"kind": kind, "after": 0.25, "steps": 100}})
+        tapes = max(tmp_path.iterdir(), key=lambda folder: folder.name) / "tapes"
+        lines = [line for path in tapes.glob("island-3.*.jsonl") for line in path.read_text("utf-8").splitlines()]
+        steps[kind] = sum(line.startswith('["step"') for line in lines)
+    assert steps["partition"] - steps["crash"] == pytest.approx(100, abs=20)
+
+
 def test_an_unknown_setting_of_a_schedule_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the schedule has 'dealy'; use after, away, chips, delay"):
         simulate(config_of(), {"dealy": 1.0}, 0, tmp_path)
