@@ -17,8 +17,8 @@ from diloco_jax.tools.page.curve import POINTS_KEPT, Curve, few
 STEPS_KEPT = 20_000
 # Newest records of bytes moved, two per second, that give the present rate.
 RATE_WORDS = 150
-# The metric whose lines are the losses on the corpora of a run, at most so many. The package's own metrics have no spaces
-# in their names. A metric of a user's loop with this name would be drawn among these lines.
+# The metric whose lines are the losses on the corpora of a run, at most so many. The package's own metrics have no
+# spaces in their names. A metric of a user's loop with this name would be drawn among these lines.
 LOSSES, PARTS_MAX = "evaluation loss", 64
 # Groups of rounds.
 STRETCHES_MAX = 120
