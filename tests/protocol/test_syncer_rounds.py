@@ -10,6 +10,7 @@ from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, SILENT
 from diloco_jax.protocol.messages import Adopted, Advance, AnchorRequest, Heartbeat, Leave, PullRequest, Stop
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.owed import Owed
 from diloco_jax.protocol.syncer.round import MERGING, PULLING, Pace, Round
 from tests.protocol.syncer_inputs import LEASED, fragment, hello, merged, new, only, report, running, sent, value
 from tests.protocol.test_snapshot import HELD_NONE, anchor, restarted
@@ -106,6 +107,24 @@ def test_a_round_that_nobody_answers_is_given_up() -> None:
     assert effects[1:3] == [Note("abandoned", 1, 1, (), "no value arrived"), Discard(1)]
     assert sent(effects) == [Advance(1)]
     assert syncer.versions == [0] * 4
+
+
+@pytest.mark.parametrize("ends", ["owed", "expired"])
+def test_rounds_that_end_together_are_given_up_once_each(ends: str) -> None:
+    """The end of the first one lets a third open and close, and that one gives up the second."""
+    expires_s = 3.0 if ends == "expired" else 600.0
+    syncer = new(quorum=1, overlap_steps=2, num_fragments=2, sync_every=2, pull_timeout_s=expires_s, silence_s=100.0)
+    two = (Adopted(0),) * 2
+    for name in "ab":
+        syncer.on_message(hello(name, versions=(0, 0)), 0.0)
+    syncer.rounds.owing["a"] = Owed(1, 0)
+    for name, step in (("a", 1), ("a", 2), ("b", 1)):
+        syncer.on_message(report(name, step, two), 1.0 + step)
+    assert {number: [*round_.asked] for number, round_ in syncer.rounds.flying.items()} == {1: ["a"], 2: ["a"]}
+    effects = syncer.on_tick(10.0)
+    assert sorted(only(effects, Discard)) == [Discard(1), Discard(2)]
+    assert [(e.peer, e.global_step) for e in only(effects, Drop)] == [("a", 1), ("a", 2)]
+    assert syncer.rounds.owing["a"].pulls == 3 and 3 in syncer.rounds.flying
 
 
 def test_the_deadline_names_only_what_time_alone_can_resolve() -> None:

@@ -36,7 +36,7 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.evaluations import Evaluations
 from diloco_jax.protocol.syncer.owed import ANSWER_STEPS, Owed, resting
 from diloco_jax.protocol.syncer.progress import Downstream, Progress
-from diloco_jax.protocol.syncer.round import MERGING, PULLING, Pace, Round
+from diloco_jax.protocol.syncer.round import MERGING, OVER, PULLING, Pace, Round
 from diloco_jax.protocol.turns import Turns
 
 
@@ -345,6 +345,8 @@ class RoundBook:
             self.effects.append(Merge(round_.global_step, round_.fragment_id, weighed))
             return
         del self.flying[round_.global_step]
+        # `proceed` may give up other rounds, and those that the caller is about to give up are among them.
+        round_.phase = OVER
         note = self.progress.note("abandoned", round_.fragment_id, (), "no value arrived", round_.global_step)
         self.effects.extend([note, Discard(round_.global_step)])
         self._advance()

@@ -10,7 +10,8 @@ from diloco_jax.protocol.effects import Contribution
 from diloco_jax.protocol.messages import FragmentValue
 from diloco_jax.protocol.pacing import ProtocolConfig, ema
 
-COLLECTING, PULLING, MERGING = "collecting", "pulling", "merging"
+# A round that is over may still be in the hands of a caller that went through several.
+COLLECTING, PULLING, MERGING, OVER = "collecting", "pulling", "merging", "over"
 
 
 @dataclass(slots=True)
