@@ -67,7 +67,7 @@ os.environ.update(SETTINGS)
 # Most of the suite's processor time is compilation, so tests and the processes that they start share compiled programs,
 # and these are kept between runs of the suite. JAX names a program by its code, its options and JAX's version.
 # Workers of pytest-xdist inherit the name of the folder. DILOCO_TEST_PROGRAMS=FOLDER chooses another one.
-if "DILOCO_TEST_PROGRAMS" not in os.environ:
+if not os.environ.get("DILOCO_TEST_PROGRAMS"):
     os.environ["DILOCO_TEST_PROGRAMS"] = str(programs_folder())
 os.environ.update(
     JAX_COMPILATION_CACHE_DIR=os.environ["DILOCO_TEST_PROGRAMS"],

@@ -85,6 +85,8 @@ class SaveState(NamedTuple):
 class EvaluateModel(NamedTuple):
     """Evaluate the newest adopted global values without a step meanwhile, then call on_evaluated (learner)."""
 
+    # Number of the request.
+    number: int
     global_step: int
     # Whether to use the batches of the evaluation at the end.
     final: bool

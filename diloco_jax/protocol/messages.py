@@ -44,6 +44,8 @@ METRIC_LENGTH_MAX = 64
 # Values in one Score, and characters of a name.
 SCORES_MAX = 256
 SCORE_LENGTH_MAX = 128
+# Name of the score that answers the second part of an EvaluateWithout.
+WITHOUT = "loss without"
 
 
 class Adopted(NamedTuple):
@@ -90,6 +92,8 @@ class Hello(NamedTuple):
     corpus_samples: int = 0
     # Digest of the tokenizer that made its token ids, "" if unknown: islands with other corpora must have the same.
     tokenizer: str = ""
+    # Whether it understands an EvaluateWithout, and can answer it.
+    judges: bool = False
 
 
 class Arrived(NamedTuple):
@@ -337,6 +341,18 @@ class Evaluate(NamedTuple):
     versions: tuple[int, ...]
 
 
+class EvaluateWithout(NamedTuple):
+    """Evaluate as Evaluate says, and once more with the payload added to the value of one fragment.
+
+    The float32 payload turns the value into the one that its round would have made without one contribution. The
+    message does not say whose. Only drivers handle it: a machine sees an Evaluate of the same number.
+    """
+
+    number: int
+    fragment_id: int
+    payload_bytes: int
+
+
 class StatePull(NamedTuple):
     """Give a part of the state of `donor_step` to `receiver`; if that is 0, of a new state once `clock` was seen."""
 
@@ -424,4 +440,4 @@ SyncerAnswer = Welcome | Refuse | Expel | Lease | GlobalFragment | Advance | Sto
 SyncerMessage = SyncerAnswer | PullRequest | AnchorRequest | Evaluate | StateAnswer
 # Between the transport and the hosts of an island of several.
 HostMessage = HostBlocks | CutFragment
-Message = LearnerMessage | SyncerMessage | MetricsReport | HostMessage
+Message = LearnerMessage | SyncerMessage | MetricsReport | EvaluateWithout | HostMessage

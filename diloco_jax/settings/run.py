@@ -173,6 +173,13 @@ class EvaluationConfig:
     with small models. Lower it for a baseline with the same settings, and raise it for data parallel: a healthy run is
     3 to 11 % above that, more with a longer H."""
 
+    subtract: bool = False
+    """Whether each evaluation during the run also tests a contribution to the newest round. The islands that evaluate
+    get its effect on one fragment, without a name, and evaluate the model without it too. The difference is the score
+    `gain of NAME`; islands are tested in turn, and negative gains in a row are an alarm. It doubles the time of such an
+    evaluation and of the merge before it, and each of these islands gets one fragment in float32. Set it if you do not
+    control all islands' data."""
+
     def __post_init__(self) -> None:
         check_setting("evaluation", self.module, self.args)
         if not 0 < self.timeout_s < inf:
@@ -362,6 +369,11 @@ class RunConfig:
                 f"transport.queue_payloads_max is {self.transport.queue_payloads_max}, but a joining learner gets all "
                 f"{self.protocol.num_fragments} fragments at once; raise it"
             )
+        if self.evaluation.subtract and not self.train.eval_every:
+            raise ValueError(
+                "evaluation.subtract tests contributions at the evaluations during the run, and train.eval_every is 0, "
+                "so there is none; set train.eval_every, or leave evaluation.subtract out"
+            )
         self._check_own_data()
         self._check_budget()
         self.protocol.check_steps(self.planned_steps)
@@ -414,7 +426,9 @@ class RunConfig:
     def evaluations(self) -> EvaluationPlan:
         """Return when an island evaluates the global model, and how long the syncer waits for it."""
         extra_s = self.evaluation.timeout_s if self.evaluation.module else 0.0
-        return EvaluationPlan(self.evaluation.wait_s + extra_s, self.train.eval_every)
+        # The second evaluation of a test takes as long as the first one.
+        tests_s = self.evaluation.wait_s if self.evaluation.subtract else 0.0
+        return EvaluationPlan(self.evaluation.wait_s + extra_s + tests_s, self.train.eval_every)
 
     @property
     def planned_steps(self) -> int:

@@ -43,6 +43,8 @@ class Scenario:
     """Whether a learner draws the next batch while a step runs."""
     wake_s: float = 0.0
     """Longest time until a learner between two steps sees the messages that wait for it, in seconds."""
+    tick_late_s: float = 0.0
+    """Longest time from a deadline of the syncer's machine until its driver sees it, in seconds."""
     merge_s: float = 0.05
     """A merge takes 0.5 to 1.5 times this, in seconds, so merges of different rounds may end out of turn."""
     payload_bytes: int = 0

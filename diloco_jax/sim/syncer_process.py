@@ -170,7 +170,10 @@ class SyncerProcess:
 
     def _plan_tick(self, deadline_s: float) -> None:
         if deadline_s < self._tick_s:
-            self._tick_s = tick_s = max(deadline_s, self._engine.now_s)
+            tick_s = max(deadline_s, self._engine.now_s)
+            if late_s := self._world.scenario.tick_late_s:
+                tick_s += late_s * self._engine.random.random()
+            self._tick_s = tick_s
             self._engine.at(tick_s, self._tick, tick_s)
 
     def execute(self, effects: list[Effect], message: LearnerMessage | None = None) -> None:

@@ -28,7 +28,7 @@ from jaxtyping import Float, Shaped
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment, Slice, take
 from diloco_jax.core.kinds import Kind, with_order
-from diloco_jax.training.exchange.exchange import AdoptMode, CpuValues, Exchange, PlacedValue
+from diloco_jax.training.exchange.exchange import NOTHING_INSTEAD, AdoptMode, CpuValues, Exchange, Instead, PlacedValue
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.sharding import put_array
 from diloco_jax.training.state import Params, TrainState
@@ -90,9 +90,9 @@ class ExchangedState:
         """Queue a copy of a fragment's update, as it is after the newest step; return at once."""
         return self.exchange.stage(self.state.params, fragment)
 
-    def anchors(self, fragments: Iterable[Fragment]) -> Params:
-        """Return the global model on the devices, in the parameters' own types; `fragments` are all of the model."""
-        return self.exchange.anchors(fragments)
+    def anchors(self, fragments: Iterable[Fragment], instead: Instead = NOTHING_INSTEAD) -> Params:
+        """Return the global model on the devices; arguments as for `IslandState.anchors`."""
+        return self.exchange.anchors(fragments, instead)
 
     def place(self, fragment: Fragment, values: CpuValues) -> PlacedValue:
         """Start to copy a merged fragment to the devices, for `adopt`; any thread.

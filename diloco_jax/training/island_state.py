@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.host_bytes import Buffer
 from diloco_jax.core.kinds import Kind
-from diloco_jax.training.exchange.exchange import AdoptMode, CpuValues, PlacedValue
+from diloco_jax.training.exchange.exchange import NOTHING_INSTEAD, AdoptMode, CpuValues, Instead, PlacedValue
 from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.staging import PartialLeaf, StagedShards, StagedState
 
@@ -71,8 +71,13 @@ class IslandState(Protocol):
     def overwrite(self, fragment: Fragment, values: CpuValues) -> None:
         """Replace a fragment of the parameters; anchor and residual stay as they are."""
 
-    def anchors(self, fragments: Iterable[Fragment]) -> Any:
-        """Return the global model as {path: array}, in the parameters' own types."""
+    def anchors(self, fragments: Iterable[Fragment], instead: Instead = NOTHING_INSTEAD) -> Any:
+        """Return the global model as {path: array}, in the parameters' own types.
+
+        Args:
+            fragments: all fragments of the model.
+            instead: values of some fragments in place of the held ones, which stay.
+        """
 
     def stage_moments(self) -> StagedState:
         """Queue a copy of everything but the parameters, for another island; return at once."""

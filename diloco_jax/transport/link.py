@@ -19,6 +19,7 @@ from diloco_jax.protocol.messages import (
     SYNCER,
     AnchorValue,
     CutFragment,
+    EvaluateWithout,
     FragmentValue,
     GlobalFragment,
     Hello,
@@ -36,7 +37,8 @@ Payload: TypeAlias = Buffer | Sequence[Buffer]
 
 # Messages that may have a payload, and all messages between the hosts of an island.
 _OF_HOSTS = (HostBlocks, CutFragment)
-BULK_TYPES: tuple[type, ...] = (FragmentValue, GlobalFragment, AnchorValue, StateChunk, *_OF_HOSTS, *COMMANDS, *REPLIES)
+_OF_LEARNERS = (FragmentValue, GlobalFragment, AnchorValue, StateChunk, EvaluateWithout)
+BULK_TYPES: tuple[type, ...] = (*_OF_LEARNERS, *_OF_HOSTS, *COMMANDS, *REPLIES)
 # The transport refuses a HostBlocks of a learner with one host.
 LEARNER_TYPES: tuple[type, ...] = (*get_args(LearnerMessage), MetricsReport, HostBlocks)
 # A learner's hosts send and receive these types, except for its leader.
@@ -46,7 +48,7 @@ TO_HOST_TYPES: tuple[type, ...] = (CutFragment,)
 SUBSCRIBER_TYPES: tuple[type, ...] = (Hello,)
 # The name of a subscriber in deliveries starts with this text, which no learner's name contains.
 SUBSCRIBER = "subscriber/"
-SYNCER_TYPES: tuple[type, ...] = (*get_args(SyncerMessage), CutFragment)
+SYNCER_TYPES: tuple[type, ...] = (*get_args(SyncerMessage), EvaluateWithout, CutFragment)
 NAME_LENGTH_MAX = 100
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_LENGTH_MAX - 1}}}", re.ASCII)
 # The syncer's certificate names this host, at whatever address the syncer listens.

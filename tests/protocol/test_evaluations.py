@@ -158,7 +158,7 @@ def test_a_learner_evaluates_between_two_steps_and_does_nothing_else() -> None:
     mailbox: Mailbox[None] = Mailbox(learner)
     assert mailbox.arrive(Evaluate(4, ()), None, 2.0) is None, "not while a step runs"
     given = mailbox.take(2.0)
-    assert given is not None and given.effects == [EvaluateModel(learner.global_step, final=False)]
+    assert given is not None and given.effects == [EvaluateModel(4, learner.global_step, final=False)]
     mailbox.read(fragment(1, 1, 1), None, 2.0)
     assert not learner.may_step() and mailbox.take(2.0) is None and learner.answer(PullRequest(1, 1, 1), 2.0)
     found = Score("", 0, 0, 0, (), 2.0, nan, 64, (), 0.5, "")
@@ -188,7 +188,7 @@ def test_a_learner_waits_for_the_final_model_and_makes_no_step_after_it() -> Non
     wanted = Evaluate(7, (0, 1, 0, 0))
     assert learner.on_message(wanted, 2.0) == [] and learner.may_step()
     assert [type(effect) for effect in learner.on_message(wanted, 3.0)] == [Send], "it asks for what is missing"
-    assert learner.on_message(fragment(1, 1, 1), 4.0)[-1] == EvaluateModel(1, final=True)
+    assert learner.on_message(fragment(1, 1, 1), 4.0)[-1] == EvaluateModel(7, 1, final=True)
     learner.on_evaluated(score("", 0), 5.0)
     assert not learner.may_step()
     learner.on_message(Welcome(1, (0, 1, 0, 0), 2), 6.0)

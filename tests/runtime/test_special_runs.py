@@ -106,9 +106,13 @@ def test_in_lockstep_evaluations_do_not_change_a_bit(tmp_path: Path) -> None:
         folder = tmp_path / str(every)
         folder.mkdir()
         protocol: dict[str, Any] = {"overlap_steps": 0, "quorum": 2}
-        run_dir = trained(folder, train={"steps": 18, "eval_every": every}, protocol=protocol)
+        subtract = {"subtract": bool(every)}
+        train = {"steps": 18, "eval_every": every}
+        run_dir = trained(folder, train=train, protocol=protocol, evaluation=subtract)
         records = [r for r in read_metrics(run_dir / "metrics.jsonl") if r["kind"] == "eval"]
         assert len(records) > (3 if every else 0)
+        gains = {name for record in records for name in record["scores"] if name.startswith("gain of ")}
+        assert gains == ({"gain of island-0", "gain of island-1"} if every else set())
         return load_parameters(complete(run_dir / "checkpoints")[0])[0]
 
     with_them, without = evaluated(3), evaluated(0)

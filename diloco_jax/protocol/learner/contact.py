@@ -24,6 +24,8 @@ class Contact:
     config: ProtocolConfig
     # Whether the driver can evaluate the global model.
     evaluates: bool
+    # Whether it can evaluate it with a change as well.
+    judges: bool
     # The corpus that it reads.
     corpus: OwnCorpus
     connected: bool = False
@@ -86,7 +88,10 @@ class Contact:
         data = (allotment.step_samples, allotment.granted)
         hello = messages.Hello(*who, versions, digests, anchors.epoch, *data)
         self.effects.append(
-            Send(SYNCER, hello._replace(evaluates=self.evaluates, run=self.run, **self.corpus._asdict()))
+            Send(
+                SYNCER,
+                hello._replace(evaluates=self.evaluates, judges=self.judges, run=self.run, **self.corpus._asdict()),
+            )
         )
 
     def lost_track(self, now_s: float) -> bool:

@@ -111,7 +111,7 @@ class Examination:
         """Evaluate, if that is wanted and possible."""
         if self._wanted is not None and not (self.running or self.lacks):
             self.running = True
-            self._effects.append(EvaluateModel(global_step, final=bool(self._wanted.versions)))
+            self._effects.append(EvaluateModel(self._wanted.number, global_step, final=bool(self._wanted.versions)))
 
     def complete(self, found: messages.Score, global_step: int) -> messages.Score:
         """Return the answer: what the driver found, with the first five fields, which the driver does not know."""
@@ -138,6 +138,7 @@ class Learner:
         adopt_mode: what adopting a global value leaves of the work before it; `Stager` lists the modes.
         payload_bytes: fragment -> size of its encoded value; 0 where it is missing.
         evaluates: whether the driver can evaluate the global model.
+        judges: whether it can evaluate it with a change as well.
         corpus: the corpus that it reads.
     """
 
@@ -153,6 +154,7 @@ class Learner:
         adopt_mode: str = "overwrite",
         payload_bytes: Mapping[int, int] = MappingProxyType({}),
         evaluates: bool = True,
+        judges: bool = False,
         corpus: OwnCorpus = THE_RUNS,
     ) -> None:
         self.learner_id = learner_id
@@ -170,7 +172,7 @@ class Learner:
         self.schedule_clock = ScheduleClock()
         self.anchors = Anchors(effects, config.num_fragments)
         self.heads = Heads()
-        self.contact = Contact(effects, learner_id, incarnation, fingerprint, config, evaluates, corpus)
+        self.contact = Contact(effects, learner_id, incarnation, fingerprint, config, evaluates, judges, corpus)
         self.examination = Examination(effects, learner_id, incarnation, self.anchors)
         self.start = Start(effects, learner_id, incarnation, config, saved)
         self.allotment = Allotment(step_samples, config.lease_ahead_steps)

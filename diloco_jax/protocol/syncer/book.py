@@ -352,11 +352,15 @@ class RoundBook:
         self._advance()
         self.proceed(now_s)
 
-    def end_merge(self, global_step: int) -> Round:
-        """Remove the round that was being merged from the book, and return it."""
-        round_ = self.flying.pop(global_step)
+    def merging(self, global_step: int) -> Round:
+        """Return the round whose merge is done."""
+        round_ = self.flying[global_step]
         assert round_.phase == MERGING, f"round {global_step} merged in phase {round_.phase}"
         return round_
+
+    def end_merge(self, round_: Round) -> None:
+        """Remove a merged round from the book."""
+        del self.flying[round_.global_step]
 
     def abandon(self, round_: Round) -> None:
         """Give up a round whose values were all unusable."""

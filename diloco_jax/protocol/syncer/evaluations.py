@@ -13,9 +13,9 @@ learner is lost, the next one of its corpus that greets gets the request; mostly
 none greets, the run ends without this evaluation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import fsum, inf, isfinite, nan
+from math import inf, isfinite, nan
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.corpora import RUN
@@ -114,10 +114,19 @@ class Evaluations:
         """Return the learners whose answers are expected, and when each was asked."""
         return {sitting.asked: sitting.asked_s for sitting in self.sittings.values() if sitting.asked}
 
+    def due(self, global_step: int) -> bool:
+        """Return whether an evaluation is requested once this step is reached, as far as is known now."""
+        return bool(self.plan.every) and global_step >= self.next_step and not (self.open or self.progress.finished)
+
+    def next_asked(self) -> list[str]:
+        """Return the learners that would be asked now, the first of each corpus."""
+        able = self._able()
+        return [self._ranked([m for m in able if m.corpus == corpus])[0] for corpus in self._corpora(able)]
+
     def on_merged(self, now_s: float) -> None:
         """Request an evaluation after a round, if one is due."""
         step, every = self.progress.global_step, self.plan.every
-        if not every or step < self.next_step or self.open or self.progress.finished:
+        if not self.due(step):
             return
         self._begin()
         for corpus in self._corpora(self._able()):
@@ -249,21 +258,25 @@ class Evaluations:
 
     def _ask(self, corpus: str, sitting: Sitting, now_s: float, busy: list[str] | None = None) -> bool:
         """Ask the next learner of a corpus; return False if there is none to ask."""
+        able = [m for m in self._able() if m.corpus == corpus and m.learner_id not in sitting.passed]
+        if not able and self.progress.finished:
+            # One that still loads or compiles can evaluate the final model once it holds it.
+            joining = [m for m in self.membership.connected() if m.state == JOINING and m.evaluates]
+            able = [m for m in joining if m.corpus == corpus and m.learner_id not in sitting.passed]
+        ranked = self._ranked(able, busy)
+        if ranked and sitting.attempts < ATTEMPTS_MAX:
+            self._ask_one(sitting, ranked[0], now_s)
+        return bool(sitting.asked)
+
+    def _ranked(self, members: list[Member], busy: list[str] | None = None) -> list[str]:
+        """Return the names of members, those first that are asked first."""
         behind = self.progress.global_step - self.config.groups.gap_max
 
         def rank(member: Member) -> tuple[bool, bool, int, int, str]:
             name, step = member.learner_id, member.global_step
             return name in (busy or ()), step < behind, self.turns.get(name, 0), -step, name
 
-        able = [m for m in self._able() if m.corpus == corpus and m.learner_id not in sitting.passed]
-        if not able and self.progress.finished:
-            # One that still loads or compiles can evaluate the final model once it holds it.
-            joining = [m for m in self.membership.connected() if m.state == JOINING and m.evaluates]
-            able = [m for m in joining if m.corpus == corpus and m.learner_id not in sitting.passed]
-        ranked = sorted([rank(member) for member in able])
-        if ranked and sitting.attempts < ATTEMPTS_MAX:
-            self._ask_one(sitting, ranked[0][-1], now_s)
-        return bool(sitting.asked)
+        return [name for *_, name in sorted(map(rank, members))]
 
     def _ask_one(self, sitting: Sitting, name: str, now_s: float) -> None:
         self.number += 1
@@ -363,10 +376,15 @@ def together(scores: Mapping[str, Score], missing: list[str]) -> Score:
     bits = [score.bits_per_byte for score in scores.values()]
     return first._replace(
         global_step=min(score.global_step for score in scores.values()),
-        loss=fsum(score.loss for score in scores.values()) / len(scores),
-        bits_per_byte=fsum(bits) / len(bits) if all(map(isfinite, bits)) else nan,
+        loss=_mean([score.loss for score in scores.values()]),
+        bits_per_byte=_mean(bits) if all(map(isfinite, bits)) else nan,
         tokens=sum(score.tokens for score in scores.values()),
         scores=tuple([Metric(*each) for each in named.items()][:SCORES_MAX]),
         took_s=max(score.took_s for score in scores.values()),
         reason="; ".join([*filter(None, [score.reason for score in scores.values()]), *missing]),
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    # A learner may state any number. `fsum` raises an error where the sum of finite numbers is not finite.
+    return sum([value / len(values) for value in values])

@@ -262,7 +262,7 @@ class Syncer:
             digest: digest of the new value.
             excluded: learners whose value was unusable. If all values were, there is no new value.
         """
-        this = self.rounds.end_merge(global_step)
+        this = self.rounds.merging(global_step)
         parts = [part for _, part in sorted(this.values.items()) if part.learner_id not in excluded]
         for learner_id in sorted(set(excluded) - this.former):
             member = self.membership.members[learner_id]
@@ -270,7 +270,9 @@ class Syncer:
             # that version. If there is none, nothing ends these steps, so they count again now.
             if not parts:
                 member.credit.merged_base.pop(this.fragment_id, None)
+            # An expulsion may end other rounds. Until this one has its new version, the run is not over.
             self.roster.strike(member, this, now_s)
+        self.rounds.end_merge(this)
         if parts:
             self.rounds.renew(this, parts, digest, now_s)
             self.roster.watch_shares()

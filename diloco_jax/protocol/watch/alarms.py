@@ -50,6 +50,8 @@ REMEDIES = {
     "protocol.sync_every, helps a corpus that differs from the others",
     "band": "`diloco compare` shows what differs from that run; look at the learning rate, and at how many islands "
     "rounds merge",
+    "harm": "look at its data, its loss and its drift; nothing excludes it, so `diloco drain` or `diloco ban` it if "
+    "the evaluation loss suffers",
     "evaluation": "`diloco eval RUN` evaluates a snapshot; the next evaluation is asked for by itself",
 }
 # By kind: the text of an alarm that is over.
@@ -75,6 +77,7 @@ PAST = {
     "clock": "the clock of {who} was wrong",
     "rising": "the loss on one corpus rose",
     "band": "the evaluation loss was above that of evaluation.baseline",
+    "harm": "the model was better without the contributions of {who}",
     "evaluation": "an evaluation failed",
 }
 # An alarm is raised again after so many seconds without its cause, or with it, so that logs stay short.

@@ -3,16 +3,25 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, nan
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
+from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import SCORE_LENGTH_MAX, SCORES_MAX, Metric, Score
 from diloco_jax.training.state import Params
 from diloco_jax.transport.limits import REASON_LENGTH_MAX
 
 log = logging.getLogger(__name__)
+
+
+class Change(NamedTuple):
+    """A change of the global model that is evaluated beside it: what is added to the value of one fragment."""
+
+    fragment_id: int
+    # The fragment's elements in float32.
+    payload: Bytes
 
 
 class Evaluation(Protocol):
@@ -23,6 +32,9 @@ class Evaluation(Protocol):
 
     def __call__(self, params: Params, global_step: int, final: bool) -> Score:
         """Return the score of the model; `final` marks the model at the end of the run."""
+
+    def loss(self, params: Params) -> float:
+        """Return only the loss of other parameters, on the data of an evaluation during the run."""
 
 
 def make_score(
@@ -64,6 +76,10 @@ class OwnEvaluation:
         loss, bits, tokens = found.pop("loss"), found.pop("bits_per_byte", None), found.pop("tokens", None)
         assert loss is not None, "scalars checks it"
         return make_score(loss, bits, int(tokens or 1), found, [])
+
+    def loss(self, params: Params) -> float:
+        """Call the function for its loss."""
+        return scalars(self._function(self._tree(params)))["loss"]
 
 
 def scalars(metrics: Any) -> dict[str, float]:

@@ -13,13 +13,25 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from diloco_jax.core import codec
 from diloco_jax.core.codec import Bytes
 from diloco_jax.core.fragments import Fragment
-from diloco_jax.protocol.messages import NO_VERSION, AnchorValue, FragmentValue, GlobalFragment, Score
+from diloco_jax.core.layout import whole
+from diloco_jax.protocol.messages import (
+    NO_VERSION,
+    SCORES_MAX,
+    WITHOUT,
+    AnchorValue,
+    FragmentValue,
+    GlobalFragment,
+    Metric,
+    Score,
+)
 from diloco_jax.runtime.island.adoptions import Adoptions, ArrivedValue, GlobalValues, Values
 from diloco_jax.runtime.island.blocks import IslandBlocks
-from diloco_jax.runtime.island.evaluation import Evaluation, failed_score
+from diloco_jax.runtime.island.evaluation import Change, Evaluation, failed_score
 from diloco_jax.runtime.island.loader_state import Loader, bounded, restored
 from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateName
 from diloco_jax.settings.resolved import ResolvedRun
@@ -109,6 +121,11 @@ class Host:
     @property
     def evaluates(self) -> bool:
         return self._evaluate is not None
+
+    @property
+    def judges(self) -> bool:
+        """Tell whether an evaluation may include a change, which needs whole values."""
+        return self._evaluate is not None and self.blocks is None
 
     def global_values(self) -> GlobalValues:
         """Return an empty book of the values that arrive at this process."""
@@ -225,15 +242,42 @@ class Host:
         self.anchors[message.fragment_id] = value.values
         self._adoptions.adopt(message.fragment_id, message.version, message.merged_round, value.take())
 
-    def evaluate(self, global_step: int, *, final: bool) -> Score:
-        """Evaluate the global values that were adopted last, between two steps; the score holds an error's reason."""
+    def evaluate(self, global_step: int, *, final: bool, change: Change | None = None) -> Score:
+        """Evaluate the global values that were adopted last, between two steps; the score holds an error's reason.
+
+        Args:
+            final: Whether this is the model at the end of the run.
+            change: Is added to one of the values for a second evaluation, whose loss is the score WITHOUT.
+        """
         began_s = time.monotonic()
         assert self._evaluate is not None, "nobody here can evaluate"
         try:
             score = self._evaluate(self.island.anchors(self.fragments), global_step, final)
         except Exception as error:
             score = failed_score(error)
+        if change is not None and not score.reason:
+            score = self._with_change(score, self._evaluate, change)
         return score._replace(took_s=time.monotonic() - began_s)
+
+    def _with_change(self, score: Score, evaluate: Evaluation, change: Change) -> Score:
+        """Return a score with the loss of the model with a change; a failure costs only this loss."""
+        try:
+            loss = evaluate.loss(self._changed(change))
+        except Exception as error:
+            log.warning(f"the change of a contribution could not be evaluated: {error!r}", exc_info=error)
+            return score
+        return score._replace(scores=(*score.scores[: SCORES_MAX - 1], Metric(WITHOUT, loss)))
+
+    def _changed(self, change: Change) -> Any:
+        """Return the parameters of the global model with a change; ValueError if it does not fit."""
+        if not 0 <= change.fragment_id < len(self.fragments):
+            raise ValueError(f"a change is of fragment {change.fragment_id}, and there are {len(self.fragments)}")
+        layout = whole(self.fragments[change.fragment_id])
+        if len(change.payload) != 4 * layout.size:
+            raise ValueError(f"a change has {len(change.payload)} bytes, where {4 * layout.size} are expected")
+        added = layout.views(np.frombuffer(change.payload, "<f4"))
+        values = {key: value + added[key] for key, value in self.anchors[change.fragment_id].items()}
+        return self.island.anchors(self.fragments, {change.fragment_id: values})
 
     def stage_state(self, name: int) -> StagedState:
         """Queue a copy of everything except the parameters, kept under its name until `unstage_state`."""

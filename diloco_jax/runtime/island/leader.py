@@ -14,7 +14,7 @@ from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, Score
 from diloco_jax.runtime.island.adoptions import ArrivedValue
 from diloco_jax.runtime.island.blocks import IslandBlocks
-from diloco_jax.runtime.island.evaluation import Evaluation
+from diloco_jax.runtime.island.evaluation import Change, Evaluation
 from diloco_jax.runtime.island.host import Host, Report, SaveResult
 from diloco_jax.runtime.island.join import Hosts, die
 from diloco_jax.runtime.island.passing import Passing
@@ -218,7 +218,8 @@ class LeadingHost(Host):
         self.tell(commands.HostAdopt(message))
         super().adopt(message, value)
 
-    def evaluate(self, global_step: int, *, final: bool) -> Score:
+    def evaluate(self, global_step: int, *, final: bool, change: Change | None = None) -> Score:
+        """Do what Host does; a change is not evaluated, because each host holds only parts of the values."""
         others = self._questions.ask(lambda n: commands.HostEvaluate(n, global_step, final))
         score = super().evaluate(global_step, final=final)
         problem = others.problem()

@@ -42,3 +42,9 @@ class ModelEvaluation:
             scores |= self._scorer.scores(lambda: self._blueprint.model(params, other), global_step)
             reasons = self._scorer.alarms
         return make_score(found["loss"], found["bits_per_byte"], found["tokens"], scores, reasons)
+
+    def loss(self, params: Params) -> float:
+        """Evaluate without the user's scorer, which may keep what it sees."""
+        return float(
+            self._examiner.examine(params, self._examiner.settled(params), self._config.train.eval_batches)["loss"]
+        )

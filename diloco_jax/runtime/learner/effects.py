@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from diloco_jax.core import codec
+from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol import effects
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.learner.mailbox import Given, Mailbox
@@ -21,12 +22,15 @@ from diloco_jax.protocol.messages import (
     OTHER_RUN,
     AnchorValue,
     CutFragment,
+    Evaluate,
+    EvaluateWithout,
     FragmentValue,
     GlobalFragment,
     StateChunk,
     SyncerMessage,
 )
 from diloco_jax.runtime.island.adoptions import ArrivedValue, GlobalValues, ReceivedState
+from diloco_jax.runtime.island.evaluation import Change
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import StateName
@@ -96,6 +100,8 @@ class Decisions:
         # The machine's reason at its end; empty before.
         self.finished = ""
         self.examination: effects.EvaluateModel | None = None  # requested
+        # The change of the newest EvaluateWithout, and its number.
+        self._change: tuple[int, Change] | None = None
         # The whole state that the step thread shall load.
         self.state: effects.AdoptState | None = None
         # Without a link nothing is sent.
@@ -151,6 +157,20 @@ class Decisions:
             # The link thread notices it too, and reconnects.
             with contextlib.suppress(LinkClosed):
                 link.send(message)  # type: ignore[arg-type]
+
+    def keep_change(self, message: EvaluateWithout, payload: Bytes) -> None:
+        """Keep the payload of a request until the evaluation starts; a newer one replaces it."""
+        with self._lock:
+            self._change = message.number, Change(message.fragment_id, payload)
+
+    def take_change(self, number: int) -> Change | None:
+        """Return what came with this request for an evaluation, and forget it; None if nothing did."""
+        with self._lock:
+            kept = self._change
+            if kept is None or kept[0] > number:
+                return None
+            self._change = None
+        return kept[1] if kept[0] == number else None
 
     def _refuse_state(self, receiver: str, reason: str) -> None:
         self.apply(lambda machine, now_s: machine.on_state_unusable(receiver, reason))
@@ -236,7 +256,7 @@ class LearnerInbox:
         """Return the fragments that wait to be adopted."""
         return self._decisions.ask(lambda _: self._mailbox.fragments())
 
-    def take(self, message: SyncerMessage | CutFragment, payload: bytes | memoryview) -> None:
+    def take(self, message: SyncerMessage | CutFragment | EvaluateWithout, payload: bytes | memoryview) -> None:
         """Handle a message that arrived; the link thread calls it."""
         if isinstance(message, GlobalFragment):
             self._take_global(message, payload, message.digest)
@@ -247,6 +267,9 @@ class LearnerInbox:
             donor = message.learner_id
             log.warning(f"part {message.part} of the state of {donor} arrived damaged; it is requested again")
         else:
+            if isinstance(message, EvaluateWithout):
+                self._decisions.keep_change(message, payload)
+                message, payload = Evaluate(message.number, ()), b""
             arrived = Mail(message, payload=payload)
             self._decisions.deliver(lambda now_s: self._mailbox.arrive(message, arrived, now_s))
             self._decisions.signals.woken.set()

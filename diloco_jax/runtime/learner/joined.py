@@ -171,6 +171,7 @@ class Joined:
             adopt_mode=run.config.adopt.mode,
             payload_bytes=dict(enumerate(run.payload_bytes(wire.up))),
             evaluates=host.evaluates,
+            judges=host.judges,
             corpus=own_corpus(run.config, size.corpus, size.epoch_samples, size.tokenizer),
         )
         self._host = host
@@ -409,7 +410,8 @@ class Joined:
         """Evaluate the global model outside of the lock, so that pulls are answered meanwhile."""
         self._decisions.examination = None
         self._pulse.patient()
-        score = self._host.evaluate(effect.global_step, final=effect.final)
+        change = self._decisions.take_change(effect.number)
+        score = self._host.evaluate(effect.global_step, final=effect.final, change=change)
         log.info(f"evaluated the {'final' if effect.final else 'global'} model in {score.took_s:.1f} s")
         self._decisions.apply(lambda machine, now_s: machine.on_evaluated(score, now_s))
 

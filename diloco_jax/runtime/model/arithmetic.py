@@ -226,9 +226,27 @@ class Arithmetic:
             chosen: Indices of the inspected values.
             weights: float64, one per chosen value, with the sum 1.
         """
-        merger, before = self._mergers[fragment_id], self._states[fragment_id]
         if (held := self._bounded()) is not None:
             held.admit(fragment_id)
+        self._merged[fragment_id], update = self._updated(fragment_id, chosen, weights)
+        self._made[fragment_id] = self._next(version, self._states[fragment_id], update)
+        return update.finite, combined(update.digests)
+
+    def change_with(self, fragment_id: int, chosen: Sequence[int], weights: np.ndarray) -> Flat | None:
+        """Return by how much the version that `update` made would differ with these values; None if not finite.
+
+        Args:
+            chosen: as for `update`.
+            weights: as for `update`.
+        """
+        _, update = self._updated(fragment_id, chosen, weights)
+        return update.state.value - self._made[fragment_id].state.value if update.finite else None
+
+    def _updated(
+        self, fragment_id: int, chosen: Sequence[int], weights: np.ndarray
+    ) -> tuple[tuple[Values, list[Products]], Update]:
+        """Return the chosen values with their products, and the result of a round that merges them."""
+        merger = self._mergers[fragment_id]
         values, products = self._inspected[fragment_id]
         found = Values([values.payloads[i] for i in chosen], [values.moved[i] for i in chosen])
         if len(values.payloads) > merger.pairs_max >= len(chosen):
@@ -236,10 +254,7 @@ class Arithmetic:
             products = merger.inspect(found)
         else:
             products = subset(products, chosen)
-        self._merged[fragment_id] = found, products
-        update = merger.update(found, products, weights, before.state)
-        self._made[fragment_id] = self._next(version, before, update)
-        return update.finite, combined(update.digests)
+        return (found, products), merger.update(found, products, weights, self._states[fragment_id].state)
 
     def gram(self, fragment_id: int) -> Float64[np.ndarray, "m m"] | None:
         """Return <v_i, v_j> for i <= j of the last update's values, over the tensors that are not averaged.

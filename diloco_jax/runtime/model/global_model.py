@@ -21,7 +21,7 @@ from diloco_jax.core.drift import Drift, drift_of
 from diloco_jax.core.fragments import FragmentPlan, Slice, whole
 from diloco_jax.core.layout import Layout, combined
 from diloco_jax.core.merge import MergeConfig, WeightScheme, corpus_weights, token_weights
-from diloco_jax.core.passes import State, norms
+from diloco_jax.core.passes import Flat, State, norms
 from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import (
     Decision,
@@ -51,6 +51,15 @@ PLAIN_MARKS = {"versions": "version", "digests": "digest"}
 PLAIN_HISTORIES = {"rates": "rates", "peaks": "peaks", "odd": "outliers", "elsewhere": "elsewhere"}
 
 
+class Subtracted(NamedTuple):
+    """The effect of one contribution in a merge."""
+
+    learner_id: str
+    fragment_id: int
+    # The change that the new value would have without it, float32.
+    change: Flat
+
+
 class Merged(NamedTuple):
     """The outcome of a merge."""
 
@@ -64,6 +73,8 @@ class Merged(NamedTuple):
     evidence: Evidence
     # By merged learner; empty if fewer than two were merged.
     drift: Mapping[str, Drift] = MappingProxyType({})
+    # None if nobody asked for it, or the learner was not merged together with others.
+    subtracted: Subtracted | None = None
 
 
 class GlobalModel:
@@ -235,7 +246,9 @@ class GlobalModel:
                 parameters[piece.path][piece.at] = views[piece.key]
         return parameters
 
-    def merge(self, order: Merge, payloads: Mapping[str, Any], decided: Collection[str] | None = None) -> Merged:
+    def merge(
+        self, order: Merge, payloads: Mapping[str, Any], decided: Collection[str] | None = None, without: str = ""
+    ) -> Merged:
         """Compute one round: outer gradients, merge, outer update, step (paper, Alg. 2 and App. D.2). Changes nothing.
 
         Delta_m = Theta - theta_m, where the learner sent theta_base - theta_m against the version it held; if that is
@@ -244,6 +257,7 @@ class GlobalModel:
         Args:
             payloads: encoded outer gradient of each part, by learner; or what the arithmetic knows it by.
             decided: whom the run left out, which a replay repeats; None to decide now.
+            without: a learner whose part in the new value is to be returned too; "" for none.
         """
         fragment_id, mark, arithmetic = order.fragment_id, self._marks[order.fragment_id], self._arithmetic
         unusable = {p.learner_id: arithmetic.unusable(fragment_id, payloads[p.learner_id]) for p in order.contributions}
@@ -265,7 +279,19 @@ class GlobalModel:
             return Merged(fragment_id, None, excluded, history, evidence)
         base = mark.version if self.delta_bytes(fragment_id) else NO_VERSION
         drift = self._drift(fragment_id, [values[i] for i in decision.merged])
-        return Merged(fragment_id, Mark(order.global_step, digest, history, base), excluded, history, evidence, drift)
+        new = Mark(order.global_step, digest, history, base)
+        subtracted = self._subtract(fragment_id, values, decision, without) if without else None
+        return Merged(fragment_id, new, excluded, history, evidence, drift, subtracted)
+
+    def _subtract(
+        self, fragment_id: int, values: Sequence[MeasuredValue], decision: Decision, name: str
+    ) -> Subtracted | None:
+        others = [i for i in decision.merged if values[i].contribution.learner_id != name]
+        if not 0 < len(others) < len(decision.merged):
+            return None
+        weights = self._weights_of([values[i] for i in others])
+        change = self._arithmetic.change_with(fragment_id, others, weights)
+        return None if change is None else Subtracted(name, fragment_id, change)
 
     def _measure(
         self, fragment_id: int, parts: Sequence[Contribution], payloads: Mapping[str, Any]

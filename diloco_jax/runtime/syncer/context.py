@@ -89,14 +89,15 @@ class Merges:
     def discard(self, global_step: int) -> None:
         self._values.pop(global_step, None)
 
-    def start(self, order: Merge) -> None:
-        self._thread.submit(self._merge, order, self._values.pop(order.global_step))
+    def start(self, order: Merge, without: str = "") -> None:
+        """Start a merge; `without` as for GlobalModel.merge."""
+        self._thread.submit(self._merge, order, self._values.pop(order.global_step), without)
 
-    def _merge(self, order: Merge, values: Mapping[str, Any]) -> None:
+    def _merge(self, order: Merge, values: Mapping[str, Any], without: str) -> None:
         # A merge may wait for each fragment of a snapshot, up to the limit of HeldStates.
         self.pulse.patient()
         try:
-            self.report((order, self.model.merge(order, values)))
+            self.report((order, self.model.merge(order, values, without=without)))
         except Exception as error:
             self.report(error)
         self.pulse.rest()

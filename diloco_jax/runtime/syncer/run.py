@@ -50,6 +50,7 @@ from diloco_jax.runtime.syncer.listening import LISTEN_PATIENCE_S, SyncerStart, 
 from diloco_jax.runtime.syncer.machine_alarms import MachineAlarms
 from diloco_jax.runtime.syncer.run_clock import RunClock
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
+from diloco_jax.runtime.syncer.subtraction import Subtraction
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
@@ -204,6 +205,8 @@ class SyncerDriver:
                 log.warning(f"{delivery.peer} brought version {message.version} of fragment {fragment_id}: {problem}")
                 # The machine then asks another holder.
                 message = message._replace(version=messages.NO_VERSION)
+        elif isinstance(message, messages.Hello | messages.Score):
+            self.watch.subtraction.on_message(message)
         requests = self._taped.on_message(message, now_s)
         dropped = any(isinstance(e, effects.Drop) and e[::2] == (delivery.peer, -1) for e in requests)
         if isinstance(message, messages.FragmentValue) and not dropped:
@@ -235,6 +238,7 @@ class SyncerDriver:
         digest = merged.state.digest if merged.state is not None else self._model.digests[order.fragment_id]
         self.watch.on_merged(order.global_step, merged.excluded, self._now_s())
         self.watch.on_drift(order, merged.drift, self._now_s())
+        self.watch.subtraction.on_merged(merged.subtracted)
         excluded = tuple(sorted(merged.excluded))
         requests = self._taped.on_merged(order.global_step, digest, excluded, self._now_s(), merged.evidence)
         self.context.tape.flush()
@@ -277,7 +281,7 @@ class SyncerDriver:
                 case effects.Send(peer, message):
                     self._send(peer, message, payload)
                 case effects.Merge():
-                    self.merges.start(effect)
+                    self.merges.start(effect, self.watch.subtraction.choose(effect))
                 case effects.Discard(global_step):
                     self.merges.discard(global_step)
                 case effects.Restore(fragment_id, version):
@@ -306,7 +310,9 @@ class SyncerDriver:
         if evaluates:
             self.watch.asked_tokens = self.context.stats.tokens
             # The island evaluates the final model while this process saves it.
-            self.listener.send(peer, message)
+            asked, change = self.watch.subtraction.request(peer, message)
+            if asked is not None:
+                self.listener.send(peer, asked, change)
         ends = self._machine.finished and (evaluates or isinstance(message, messages.Stop))
         if ends and not self.snapshots.saved:
             # Learners hold the newest values until they leave, so the snapshot comes first.
@@ -411,7 +417,8 @@ class SyncerRun:
         writer = SnapshotWriter(context)
         exposed, earlier = Exposition(context, writer), NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir)
         band = read_band(config.evaluation) if mode == FRESH else continued_band(config.evaluation, run_dir)
-        watch = Watch(context, earlier, MachineAlarms(context, writer), self._pulse, exposed, band)
+        subtraction = Subtraction(config.evaluation.subtract, machine)
+        watch = Watch(context, earlier, MachineAlarms(context, writer), self._pulse, exposed, subtraction, band)
         merges = Merges(self._model, self._results.put, Pulse(config.watchdog, "a merge", None))
         listener, ended_s = None, 0.0
         preparing = ExitStack()

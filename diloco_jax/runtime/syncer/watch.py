@@ -38,6 +38,7 @@ from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND
 from diloco_jax.runtime.syncer.context import SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.machine_alarms import MachineAlarms
+from diloco_jax.runtime.syncer.subtraction import Subtraction
 from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.endpoints.probe import versions
@@ -68,6 +69,7 @@ class Watch:
         machine_alarms: alarms of the syncer's machine, such as a full disk.
         pulse: pulse of the reporting thread, which beats at every report, however long the thread waits for a disk.
         exposed: metrics for Prometheus, which get the same events.
+        subtraction: evaluations without single contributions.
         band: the comparison with an earlier run; None if the config names none.
     """
 
@@ -76,6 +78,7 @@ class Watch:
     machine_alarms: MachineAlarms
     pulse: Pulse
     exposed: Exposition
+    subtraction: Subtraction
     band: Band | None = None
 
     def __post_init__(self) -> None:
@@ -200,6 +203,7 @@ class Watch:
 
     def on_score(self, score: Score, now_s: float) -> None:
         """Record the result of an evaluation."""
+        score = self.subtraction.on_score(score)
         finite_or_none = {name: value if isfinite(value) else None for name, value in score.scores}
         bits = score.bits_per_byte if isfinite(score.bits_per_byte) else None
         tokens = self.context.stats.tokens if self.asked_tokens is None else self.asked_tokens
@@ -231,6 +235,7 @@ class Watch:
         found = [alarm for alarm in found if not (alarm.kind == "gone" and alarm.who in self._awaited)]
         found += starving({name: self._metrics[name] for name in active if name in self._metrics})
         found += [Alarm("evaluation", "", text) for text in self.eval_alarms] + self._rising.alarms()
+        found += self.subtraction.alarms(active)
         found += self.band.alarms() if self.band is not None else []
         if self.eval_loss is not None and not isfinite(self.eval_loss):
             found.append(Alarm("loss", "", f"the loss of the newest evaluation is {self.eval_loss}"))

@@ -33,6 +33,10 @@ KINDS = tuple(WEIGHTS)
 HOSTILE_SHARE = 0.15
 # Share of seeds with a learner whose answers to pulls are lost or late for a while.
 OWED_SHARE = 0.2
+# Share of these seeds whose learner is alone for a while.
+ALONE_SHARE = 0.3
+# Share of seeds whose syncer sees its deadlines late, so that several may have passed.
+LATE_TICKS_SHARE = 0.25
 # Share of seeds with learners that have separate corpora.
 CORPORA_SHARE = 0.4
 # Share of seeds with a learner that an operator bans for a while.
@@ -100,12 +104,31 @@ def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
         duration_s = own.uniform(0.3, 1.0) * (until_s - at_s)
         fault = Fault(at_s, own.choice(("mute", "late")), (own.choice(stayers),), duration_s, late_s)
         drawn = replace(drawn, faults=tuple(sorted((*drawn.faults, fault))))
+        if own.random() < ALONE_SHARE and isinstance(config.sync_every, int) and not config.sync_later:
+            drawn = _left_alone(own, drawn, fault)
+    own = Random(f"late ticks of {seed}")
+    if own.random() < LATE_TICKS_SHARE:
+        drawn = replace(drawn, tick_late_s=own.choice((0.05, 0.5, 2.0)))
     own = Random(f"corpora of {seed}")
     if own.random() < CORPORA_SHARE:
         # Some learners share a corpus, some have their own, and some read the run's.
         drawn = replace(drawn, corpora=tuple(own.choices(("", "a", "b", "c"), k=learners)))
     others = [name for name in stayers[1:] if name not in leaving]
     return _with_people(drawn, others, until_s, hostile=hostile) if others else drawn
+
+
+def _left_alone(own: Random, drawn: Scenario, owes: Fault) -> Scenario:
+    """Let all learners crash but the one that owes answers: the rounds in flight are then asked of that one alone.
+
+    There are as many fragments as rounds in flight, so that the round after them has a fragment of one of them.
+    """
+    count = own.randint(1, 3)
+    at_s = owes.at_s + own.uniform(0.1, 0.6) * owes.duration_s
+    others = [name for name in drawn.names if name not in owes.learners]
+    crashes = [Fault(at_s, "crash", (name,), own.uniform(1.0, 8.0), notice_s=0.02) for name in others]
+    faults = tuple(sorted((*drawn.faults, *crashes)))
+    config = replace(drawn.config, sync_every=count, num_fragments=count, overlap_steps=count, quorum=1)
+    return replace(drawn, config=config, faults=faults)
 
 
 def _with_people(drawn: Scenario, others: list[str], until_s: float, *, hostile: bool) -> Scenario:

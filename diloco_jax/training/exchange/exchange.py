@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -41,6 +42,9 @@ from diloco_jax.training.state import Params
 AdoptMode = Literal["overwrite", "blend", "rebase"]
 # Float32 arrays by Slice.key; on one host of several, a HeldSlice with the blocks that its devices need.
 CpuValues = dict[str, Any]
+# Values in place of held ones, by fragment.
+Instead = Mapping[int, CpuValues]
+NOTHING_INSTEAD: Instead = MappingProxyType({})
 # Parameters by path. Only those of a fragment are read, because reading one may cost something.
 TensorsByPath = Mapping[str, Any]
 
@@ -261,17 +265,20 @@ class Exchange:
         self.held[fragment.fragment_id] = HeldFragment(new, residual)
         return touched
 
-    def anchors(self, fragments: Iterable[Fragment]) -> Params:
+    def anchors(self, fragments: Iterable[Fragment], instead: Instead = NOTHING_INSTEAD) -> Params:
         """Return the global model: the parameters that adopting all fragments right now would give.
 
         The arrays are on the devices, in the parameters' own dtypes.
 
         Args:
           fragments: all fragments of the model.
+          instead: values of some fragments in place of the held ones.
         """
         params = self._zeros()
         for fragment in fragments:
-            params |= self._blend(params, fragment, self.held[fragment.fragment_id].anchor, (), 0.0)
+            number = fragment.fragment_id
+            placed = self.place(fragment, instead[number]).arrays if number in instead else self.held[number].anchor
+            params |= self._blend(params, fragment, placed, (), 0.0)
         return params
 
     def _zeros(self) -> Params:

@@ -16,7 +16,7 @@ from jaxtyping import Float32
 from diloco_jax.core import codec
 from diloco_jax.core.fragments import WHOLE, Fragment, Slice
 from diloco_jax.core.kinds import Order, inverse, with_order
-from diloco_jax.training.exchange.exchange import AdoptMode, CpuValues
+from diloco_jax.training.exchange.exchange import NOTHING_INSTEAD, AdoptMode, CpuValues, Instead
 from diloco_jax.training.numpy_exchange.holder import CpuArray, HostHolder
 from diloco_jax.training.numpy_exchange.rounding import DType, as_float32, as_held, blended, rebased, rounded
 from diloco_jax.training.whole_state.staging import CpuCopy
@@ -212,13 +212,20 @@ class NumpyExchange:
         fragment.check(values)
         self._pieces.write({part: self._in_type(part, values[part.key]) for part in fragment.slices})
 
-    def anchors(self, fragments: Iterable[Fragment]) -> dict[str, CpuArray]:
-        """Return the global model: the parameters that adopting all fragments right now would give, by path."""
+    def anchors(self, fragments: Iterable[Fragment], instead: Instead = NOTHING_INSTEAD) -> dict[str, CpuArray]:
+        """Return the global model: the parameters that adopting all fragments right now would give, by path.
+
+        Args:
+            fragments: all fragments of the model.
+            instead: values of some fragments in place of the held ones.
+        """
         found = {path: np.zeros(shape, self._dtypes[path]) for path, shape in self._shapes.items()}
         canonical = {path: with_order(array, self._orders[path]) for path, array in found.items()}
         for fragment in fragments:
+            number = fragment.fragment_id
+            values = instead[number] if number in instead else self.held[number].values
             for part in fragment.slices:
-                canonical[part.path][part.at] = self._in_type(part, self.held[fragment.fragment_id].values[part.key])
+                canonical[part.path][part.at] = self._in_type(part, values[part.key])
         return found
 
     def _in_type(self, part: Slice, value: Float32[np.ndarray, "..."]) -> CpuArray:

@@ -8,7 +8,7 @@ import numpy as np
 from diloco_jax.core.codec import Format
 from diloco_jax.core.fragments import Fragment, whole
 from diloco_jax.core.kinds import Canonical
-from diloco_jax.training.exchange.exchange import AdoptMode, CpuValues, PlacedValue
+from diloco_jax.training.exchange.exchange import NOTHING_INSTEAD, AdoptMode, CpuValues, Instead, PlacedValue
 from diloco_jax.training.numpy_exchange.exchange import CopiedFragment, NumpyExchange
 from diloco_jax.training.numpy_exchange.holder import CpuArray, CpuCopy, HostHolder
 from diloco_jax.training.whole_state.layout import StateLayout
@@ -73,9 +73,9 @@ class NumpyState:
         """Replace a fragment of the parameters; anchor and residual stay as they are."""
         self.exchange.overwrite(fragment, values)
 
-    def anchors(self, fragments: Iterable[Fragment]) -> dict[str, CpuArray]:
-        """Return the global model, by path, in the parameters' own types."""
-        return self.exchange.anchors(fragments)
+    def anchors(self, fragments: Iterable[Fragment], instead: Instead = NOTHING_INSTEAD) -> dict[str, CpuArray]:
+        """Return the global model, by path; arguments as for `IslandState.anchors`."""
+        return self.exchange.anchors(fragments, instead)
 
     def stage_moments(self) -> StagedState:
         """Start to copy everything but the parameters, for another island; return at once."""

@@ -20,6 +20,7 @@ import grpc
 
 from diloco_jax.protocol.messages import (
     SYNCER,
+    EvaluateWithout,
     GlobalFragment,
     HostBlocks,
     LearnerMessage,
@@ -247,7 +248,7 @@ class GrpcListener:
             del self._heard[session.peer]
         return delivery
 
-    def send(self, peer: str, message: SyncerMessage, payload: Payload = b"") -> bool:
+    def send(self, peer: str, message: SyncerMessage | EvaluateWithout, payload: Payload = b"") -> bool:
         """Queue a message to the session that brought the last delivery of `peer`; never blocks.
 
         Answering the session that was *heard*, rather than the newest, keeps a returning learner from getting messages

@@ -172,7 +172,7 @@ class Header(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., session: _Optional[int] = ..., lane: _Optional[_Union[Lane, str]] = ..., stripe: _Optional[int] = ..., stripes: _Optional[int] = ..., host: _Optional[int] = ..., hosts: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class Frame(_message.Message):
-    __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "anchor_value", "state_request", "state_chunk", "state_refused", "state_done", "expel", "lease", "anchor_request", "state_pull", "state_end", "state_unavailable", "metrics_report", "evaluate", "score", "host_meet", "host_verdict", "host_warm_up", "host_connect", "host_put_batch", "host_step", "host_stage", "host_unstage", "host_send", "host_supersede", "host_adopt", "host_stage_state", "host_unstage_state", "host_leaf", "host_load_state", "host_have", "host_end", "host_answer", "host_want", "host_stop", "host_save", "host_saved", "host_read", "host_restore", "host_loader", "host_evaluate", "host_shared", "host_send_anchor", "host_has", "host_blocks", "host_handled", "cut_fragment", "chunk", "holdings", "check")
+    __slots__ = ("header", "hello", "step_report", "fragment_value", "heartbeat", "leave", "welcome", "refuse", "pull_request", "global_fragment", "advance", "stop", "goodbye", "anchor_value", "state_request", "state_chunk", "state_refused", "state_done", "expel", "lease", "anchor_request", "state_pull", "state_end", "state_unavailable", "metrics_report", "evaluate", "score", "evaluate_without", "host_meet", "host_verdict", "host_warm_up", "host_connect", "host_put_batch", "host_step", "host_stage", "host_unstage", "host_send", "host_supersede", "host_adopt", "host_stage_state", "host_unstage_state", "host_leaf", "host_load_state", "host_have", "host_end", "host_answer", "host_want", "host_stop", "host_save", "host_saved", "host_read", "host_restore", "host_loader", "host_evaluate", "host_shared", "host_send_anchor", "host_has", "host_blocks", "host_handled", "cut_fragment", "chunk", "holdings", "check")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_REPORT_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +200,7 @@ class Frame(_message.Message):
     METRICS_REPORT_FIELD_NUMBER: _ClassVar[int]
     EVALUATE_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
+    EVALUATE_WITHOUT_FIELD_NUMBER: _ClassVar[int]
     HOST_MEET_FIELD_NUMBER: _ClassVar[int]
     HOST_VERDICT_FIELD_NUMBER: _ClassVar[int]
     HOST_WARM_UP_FIELD_NUMBER: _ClassVar[int]
@@ -262,6 +263,7 @@ class Frame(_message.Message):
     metrics_report: MetricsReport
     evaluate: Evaluate
     score: Score
+    evaluate_without: EvaluateWithout
     host_meet: HostMeet
     host_verdict: HostVerdict
     host_warm_up: HostWarmUp
@@ -297,7 +299,7 @@ class Frame(_message.Message):
     chunk: Chunk
     holdings: Holdings
     check: bytes
-    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., fragment_value: _Optional[_Union[FragmentValue, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., global_fragment: _Optional[_Union[GlobalFragment, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., anchor_value: _Optional[_Union[AnchorValue, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., state_done: _Optional[_Union[StateDone, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., anchor_request: _Optional[_Union[AnchorRequest, _Mapping]] = ..., state_pull: _Optional[_Union[StatePull, _Mapping]] = ..., state_end: _Optional[_Union[StateEnd, _Mapping]] = ..., state_unavailable: _Optional[_Union[StateUnavailable, _Mapping]] = ..., metrics_report: _Optional[_Union[MetricsReport, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., host_meet: _Optional[_Union[HostMeet, _Mapping]] = ..., host_verdict: _Optional[_Union[HostVerdict, _Mapping]] = ..., host_warm_up: _Optional[_Union[HostWarmUp, _Mapping]] = ..., host_connect: _Optional[_Union[HostConnect, _Mapping]] = ..., host_put_batch: _Optional[_Union[HostPutBatch, _Mapping]] = ..., host_step: _Optional[_Union[HostStep, _Mapping]] = ..., host_stage: _Optional[_Union[HostStage, _Mapping]] = ..., host_unstage: _Optional[_Union[HostUnstage, _Mapping]] = ..., host_send: _Optional[_Union[HostSend, _Mapping]] = ..., host_supersede: _Optional[_Union[HostSupersede, _Mapping]] = ..., host_adopt: _Optional[_Union[HostAdopt, _Mapping]] = ..., host_stage_state: _Optional[_Union[HostStageState, _Mapping]] = ..., host_unstage_state: _Optional[_Union[HostUnstageState, _Mapping]] = ..., host_leaf: _Optional[_Union[HostLeaf, _Mapping]] = ..., host_load_state: _Optional[_Union[HostLoadState, _Mapping]] = ..., host_have: _Optional[_Union[HostHave, _Mapping]] = ..., host_end: _Optional[_Union[HostEnd, _Mapping]] = ..., host_answer: _Optional[_Union[HostAnswer, _Mapping]] = ..., host_want: _Optional[_Union[HostWant, _Mapping]] = ..., host_stop: _Optional[_Union[HostStop, _Mapping]] = ..., host_save: _Optional[_Union[HostSave, _Mapping]] = ..., host_saved: _Optional[_Union[HostSaved, _Mapping]] = ..., host_read: _Optional[_Union[HostRead, _Mapping]] = ..., host_restore: _Optional[_Union[HostRestore, _Mapping]] = ..., host_loader: _Optional[_Union[HostLoader, _Mapping]] = ..., host_evaluate: _Optional[_Union[HostEvaluate, _Mapping]] = ..., host_shared: _Optional[_Union[HostShared, _Mapping]] = ..., host_send_anchor: _Optional[_Union[HostSendAnchor, _Mapping]] = ..., host_has: _Optional[_Union[HostHas, _Mapping]] = ..., host_blocks: _Optional[_Union[HostBlocks, _Mapping]] = ..., host_handled: _Optional[_Union[HostHandled, _Mapping]] = ..., cut_fragment: _Optional[_Union[CutFragment, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ..., check: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., fragment_value: _Optional[_Union[FragmentValue, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., global_fragment: _Optional[_Union[GlobalFragment, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., anchor_value: _Optional[_Union[AnchorValue, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., state_done: _Optional[_Union[StateDone, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., anchor_request: _Optional[_Union[AnchorRequest, _Mapping]] = ..., state_pull: _Optional[_Union[StatePull, _Mapping]] = ..., state_end: _Optional[_Union[StateEnd, _Mapping]] = ..., state_unavailable: _Optional[_Union[StateUnavailable, _Mapping]] = ..., metrics_report: _Optional[_Union[MetricsReport, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., evaluate_without: _Optional[_Union[EvaluateWithout, _Mapping]] = ..., host_meet: _Optional[_Union[HostMeet, _Mapping]] = ..., host_verdict: _Optional[_Union[HostVerdict, _Mapping]] = ..., host_warm_up: _Optional[_Union[HostWarmUp, _Mapping]] = ..., host_connect: _Optional[_Union[HostConnect, _Mapping]] = ..., host_put_batch: _Optional[_Union[HostPutBatch, _Mapping]] = ..., host_step: _Optional[_Union[HostStep, _Mapping]] = ..., host_stage: _Optional[_Union[HostStage, _Mapping]] = ..., host_unstage: _Optional[_Union[HostUnstage, _Mapping]] = ..., host_send: _Optional[_Union[HostSend, _Mapping]] = ..., host_supersede: _Optional[_Union[HostSupersede, _Mapping]] = ..., host_adopt: _Optional[_Union[HostAdopt, _Mapping]] = ..., host_stage_state: _Optional[_Union[HostStageState, _Mapping]] = ..., host_unstage_state: _Optional[_Union[HostUnstageState, _Mapping]] = ..., host_leaf: _Optional[_Union[HostLeaf, _Mapping]] = ..., host_load_state: _Optional[_Union[HostLoadState, _Mapping]] = ..., host_have: _Optional[_Union[HostHave, _Mapping]] = ..., host_end: _Optional[_Union[HostEnd, _Mapping]] = ..., host_answer: _Optional[_Union[HostAnswer, _Mapping]] = ..., host_want: _Optional[_Union[HostWant, _Mapping]] = ..., host_stop: _Optional[_Union[HostStop, _Mapping]] = ..., host_save: _Optional[_Union[HostSave, _Mapping]] = ..., host_saved: _Optional[_Union[HostSaved, _Mapping]] = ..., host_read: _Optional[_Union[HostRead, _Mapping]] = ..., host_restore: _Optional[_Union[HostRestore, _Mapping]] = ..., host_loader: _Optional[_Union[HostLoader, _Mapping]] = ..., host_evaluate: _Optional[_Union[HostEvaluate, _Mapping]] = ..., host_shared: _Optional[_Union[HostShared, _Mapping]] = ..., host_send_anchor: _Optional[_Union[HostSendAnchor, _Mapping]] = ..., host_has: _Optional[_Union[HostHas, _Mapping]] = ..., host_blocks: _Optional[_Union[HostBlocks, _Mapping]] = ..., host_handled: _Optional[_Union[HostHandled, _Mapping]] = ..., cut_fragment: _Optional[_Union[CutFragment, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ..., check: _Optional[bytes] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("payload_bytes", "offset", "message", "key", "resumed", "digest")
@@ -342,7 +344,7 @@ class Goodbye(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("learner_id", "incarnation", "fingerprint_key", "fingerprint_value", "versions", "digests", "epoch", "step_samples", "granted", "evaluates", "speaks", "run", "corpus", "content", "corpus_samples", "tokenizer")
+    __slots__ = ("learner_id", "incarnation", "fingerprint_key", "fingerprint_value", "versions", "digests", "epoch", "step_samples", "granted", "evaluates", "speaks", "run", "corpus", "content", "corpus_samples", "tokenizer", "judges")
     LEARNER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_KEY_FIELD_NUMBER: _ClassVar[int]
@@ -359,6 +361,7 @@ class Hello(_message.Message):
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     CORPUS_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    JUDGES_FIELD_NUMBER: _ClassVar[int]
     learner_id: str
     incarnation: int
     fingerprint_key: _containers.RepeatedScalarFieldContainer[str]
@@ -375,7 +378,8 @@ class Hello(_message.Message):
     content: str
     corpus_samples: int
     tokenizer: str
-    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., step_samples: _Optional[int] = ..., granted: _Optional[int] = ..., evaluates: bool = ..., speaks: _Optional[int] = ..., run: _Optional[str] = ..., corpus: _Optional[str] = ..., content: _Optional[str] = ..., corpus_samples: _Optional[int] = ..., tokenizer: _Optional[str] = ...) -> None: ...
+    judges: bool
+    def __init__(self, learner_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fingerprint_key: _Optional[_Iterable[str]] = ..., fingerprint_value: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., epoch: _Optional[int] = ..., step_samples: _Optional[int] = ..., granted: _Optional[int] = ..., evaluates: bool = ..., speaks: _Optional[int] = ..., run: _Optional[str] = ..., corpus: _Optional[str] = ..., content: _Optional[str] = ..., corpus_samples: _Optional[int] = ..., tokenizer: _Optional[str] = ..., judges: bool = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("learner_id", "incarnation", "local_step", "tokens", "global_step", "adopted_version", "adopted_local_step", "adopted_tokens", "step_s", "loss", "samples", "granted", "arrived_fragment_id", "arrived_version", "arrived_ago_s")
@@ -632,6 +636,16 @@ class Evaluate(_message.Message):
     number: int
     versions: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, number: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class EvaluateWithout(_message.Message):
+    __slots__ = ("number", "fragment_id", "payload_bytes")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    fragment_id: int
+    payload_bytes: int
+    def __init__(self, number: _Optional[int] = ..., fragment_id: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
 
 class StatePull(_message.Message):
     __slots__ = ("receiver", "clock", "donor_step", "part")

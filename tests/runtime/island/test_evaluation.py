@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from diloco_jax.core.fragments import take
+from diloco_jax.core.layout import whole
 from diloco_jax.core.outer import NOTHING
-from diloco_jax.protocol.messages import GlobalFragment
+from diloco_jax.protocol.messages import WITHOUT, GlobalFragment
 from diloco_jax.runtime.island.adoptions import ArrivedValue
 from diloco_jax.runtime.island.built_in import BuiltInLoop
-from diloco_jax.runtime.island.evaluation import make_score
+from diloco_jax.runtime.island.evaluation import Change, make_score
 from diloco_jax.runtime.island.host import Host
 from diloco_jax.runtime.model.evaluation import Evaluator
+from diloco_jax.runtime.model.global_model import Arrays
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.text import load
 from tests.runtime.helpers import write_config
@@ -55,9 +57,29 @@ def test_scores_are_those_of_one_device(tmp_path: Path) -> None:
         wanted = {name: value for name, value in expected["scores"].items() if value is not None}
         assert told == pytest.approx(wanted, rel=1e-5)
         assert [name for name, value in score.scores if value != value] == ["nothing"] and told["step"] == 7
+    check_change(host, evaluator, values, random)
     anchors = jax.device_get(loop.island.exchange.anchors(host.fragments))
     assert all(np.array_equal(anchors[path], values[path].astype(anchors[path].dtype)) for path in values)
     loop.close()
+
+
+def check_change(host: Host, evaluator: Evaluator, values: Arrays, random: np.random.Generator) -> None:
+    """A change is evaluated as the model with it would be, and one that does not fit is left out."""
+    layout = whole(host.fragments[1])
+    flat = random.normal(size=layout.size).astype(np.float32) / 20
+    other = {path: value.copy() for path, value in values.items()}
+    for piece in host.fragments[1].slices:
+        other[piece.path][piece.at] += layout.views(flat)[piece.key]
+    score, plain = (host.evaluate(7, final=False, change=each) for each in (Change(1, flat.tobytes()), None))
+    assert score.loss == plain.loss and dict(score.scores).keys() - dict(plain.scores) == {WITHOUT}
+    without = dict(score.scores)[WITHOUT]
+    assert (
+        without == pytest.approx(evaluator.evaluate(other, 2, 7)["loss"], rel=1e-5)
+        and abs(without / score.loss - 1) > 1e-4
+    )
+    for wrong in (Change(1, b"1234"), Change(99, flat.tobytes()), Change(-1, flat.tobytes())):
+        score = host.evaluate(7, final=False, change=wrong)
+        assert score.loss == plain.loss and WITHOUT not in dict(score.scores), "the evaluation itself is not lost"
 
 
 def test_errors_are_reported_and_training_continues(tmp_path: Path) -> None:

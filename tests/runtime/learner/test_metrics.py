@@ -79,7 +79,7 @@ def _watch(tmp_path: Any) -> Watch:
     config = SimpleNamespace(name="run", trackers=(), callbacks=())
     parts: Any = SimpleNamespace(run_dir=tmp_path, machine=SimpleNamespace(membership=members, global_step=5))
     parts.config, parts.stats = config, SimpleNamespace(on_waiting=lambda name, share: None)
-    others: Any = (lambda: (), SimpleNamespace(), SimpleNamespace())
+    others: Any = (lambda: (), SimpleNamespace(), SimpleNamespace(), SimpleNamespace())
     return Watch(parts, NOTHING_EARLIER, *others)
 
 
