@@ -10,7 +10,7 @@ from diloco_jax.protocol.effects import Drop, Effect, Evaluated, EvaluateModel, 
 from diloco_jax.protocol.learner.mailbox import Mailbox
 from diloco_jax.protocol.member import ACTIVE
 from diloco_jax.protocol.messages import SYNCER, Evaluate, Hello, Leave, Metric, PullRequest, Score, Stop, Welcome
-from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
+from diloco_jax.protocol.syncer.evaluations import EvaluationPlan, together
 from diloco_jax.protocol.syncer.machine import Syncer
 from tests.protocol.syncer_inputs import hello, merged, new, only, report, sent, value
 from tests.protocol.test_learner import fragment, step, trained
@@ -53,6 +53,31 @@ def test_one_stays_to_evaluate_the_final_model_and_all_others_stop() -> None:
         and effects[-1:] == [Finish("run complete")]
     )
     assert syncer.over and again.on_message(answer, 5.0) == effects
+
+
+def test_an_expulsion_in_the_last_merge_ends_the_run_only_after_the_new_version() -> None:
+    """Round 2 waits only for the learner that the merge of round 1 expels."""
+    syncer = new(2, quorum=2, overlap_steps=2, strikes_max=1)
+    syncer.evaluations.plan = EvaluationPlan(WAIT_S)
+    for name in "ab":
+        syncer.on_message(hello(name), 0.0)
+    for number in (1, 2):
+        for name in "ab":
+            syncer.on_message(report(name, number), float(number))
+    for name in "ab":
+        syncer.on_message(value(name, 1, 1, 1), 3.0)
+    syncer.on_message(value("b", 2, 2, 2, steps=0), 3.0)
+    assert {number: [*round_.asked] for number, round_ in syncer.rounds.flying.items()} == {1: [], 2: ["a"]}
+    effects = merged(syncer, 1, 4.0, excluded=("a",))
+    assert sent(effects, "b")[-1] == Evaluate(1, (0, 1, 0, 0)) and syncer.finished
+    assert sum(isinstance(effect, Send) and isinstance(effect.message, Evaluate) for effect in effects) == 1
+
+
+@pytest.mark.parametrize("loss", [1.7e308, -1.7e308])
+def test_losses_of_any_finite_size_are_averaged(loss: float) -> None:
+    scores = {name: score(name, 1, loss=loss, bits_per_byte=abs(loss)) for name in "abc"}
+    found = together(scores, [])
+    assert abs(found.loss) > 1e308 and found.bits_per_byte > 1e308
 
 
 def test_a_learner_that_returns_to_a_complete_run_only_gets_stop() -> None:
