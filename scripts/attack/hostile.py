@@ -305,6 +305,31 @@ _anchors("anchor-next", "the next versions, and sends 1e30 as their value", 2, a
 _anchors("anchor-silent", "the next versions, and never sends them", 2, answers=False)
 
 
+@CATALOGUE.add("scores", f"{UNHARMED}; no loss that it states under another name counts")
+def scores(ground: Ground, seen: Findings) -> None:
+    """A learner evaluates, and states losses near the largest float, also such as only the syncer computes."""
+    huge, asked, made = 1.7e308, list[Any](), list[StubLearner]()
+    others = [(m.WITHOUT, -huge), ("x loss", -huge), (f"x {m.WITHOUT}", huge), ("gain of island-0", huge)]
+
+    def answer(message: Any) -> None:
+        if isinstance(message, m.Evaluate | m.EvaluateWithout):
+            asked.append(message)
+            stated = tuple(m.Metric(*each) for each in others)
+            # It may be asked before it is known here.
+            wait_until(lambda: made, "the learner itself")
+            try_to_say(made[0], m.Score("evil", 1, message.number, 1, (0, 0), huge, huge, 1, stated, 0.1, ""))
+
+    with syncer(ground.folder / "site", train={"eval_every": 5}, evaluation={"subtract": True}) as site:
+        honest = site.honest()
+        joins = changing(m.Hello, lambda hello: hello._replace(evaluates=True, judges=True))
+        made.append(site.stub("evil", tamper=joins, on_message=answer))
+        judged = comes_true(lambda: sum(isinstance(each, m.EvaluateWithout) for each in asked) > 3, ROUNDS_WITHIN_S)
+        seen.expect(judged, f"it was asked {len(asked)} times")
+        aftermath(site, honest, seen)
+        alarms = [alarm["who"] for alarm in site.status()["alarms"] if alarm["kind"] == "harm"]
+        seen.expect(not alarms, "nobody else looks bad", f"the alarm `harm` is about {alarms}")
+
+
 @CATALOGUE.add("texts", "log, status, its page and the report have no control characters, and no forged line")
 def texts(ground: Ground, seen: Findings) -> None:
     """Reasons and names of metrics carry line breaks and escape sequences."""

@@ -219,6 +219,9 @@ class StubLearner:
     def _receive(self, message: m.SyncerMessage, payload: bytes | memoryview) -> None:
         now_s = time.monotonic()
         self._on_message(message)
+        # It has no model to evaluate; `on_message` may answer.
+        if isinstance(message, m.Evaluate | m.EvaluateWithout):
+            return
         if isinstance(message, m.GlobalFragment):
             if not self.machine.wants(message, now_s):
                 return
