@@ -73,7 +73,6 @@ class Source:
 
 FIELDS: dict[str, Callable[[Source], Any]] = {
     "learner_id": Source.name,
-    "evaluates": lambda source: source.byte() < 200,
     "scores": lambda source: source.rows(lambda: m.Metric("accuracy", source.number() / 4)),
     "receiver": Source.name,
     "donor": Source.name,
@@ -90,6 +89,7 @@ TYPES: dict[type, Callable[[Source], Any]] = {
     str: lambda source: "reason",
     float: lambda source: source.number() / 4,
     int: Source.number,
+    bool: lambda source: source.byte() < 200,
 }
 
 
