@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.extras import absent
-from tests.limits import HANGS_S
-from tests.runtime.helpers import call, kill_processes, notes, processes_of, start, status, wait_for, write_config
+from tests.runtime.helpers import (
+    call,
+    interrupted,
+    kill_processes,
+    notes,
+    processes_of,
+    start,
+    status,
+    wait_for,
+    write_config,
+)
 
 pytest.importorskip("transformers", reason=absent("parity"))
 
@@ -48,9 +57,7 @@ def test_a_family_trains_on_when_an_island_is_killed(variant: Variant, tmp_path:
         wait_for(lambda: notes(run_dir, "joined", "island-1") > 1, "its return", process)
         since = status(run_dir)["global_step"]
         wait_for(lambda: merged() > since + 12, "rounds after its return", process)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=HANGS_S)
-        assert process.returncode == 130, output
+        interrupted(process)
     finally:
         if process.poll() is None:
             process.kill()
