@@ -4,11 +4,12 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import load_config, show
 from diloco_jax.settings.packed import packed
+from diloco_jax.training.data.config import LossOn
 
 # For each shell, a function that offers packaged configs and files.
 CONFIGS = {
@@ -93,7 +94,17 @@ def _tokenize_options(parser: Parser) -> None:
         help="folder with Hugging Face's tokenizer.json, train:SIZE for a new tokenizer with SIZE ids, or bytes",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the store")
-    parser.add_argument("--field", default="text", help="column or key with the text; default: text")
+    parser.add_argument("--field", help="column or key with the text; default: text, with --chat messages")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="rows are conversations: messages, or prompt and completion; the tokenizer's chat template writes them",
+    )
+    parser.add_argument(
+        "--loss-on",
+        choices=get_args(LossOn),
+        help="with --chat: train on the assistant's turns (completion, the default), the last one, or all tokens",
+    )
     parser.add_argument("--patterns", nargs="+", default=["*"], help="names of files to read in a folder, such as *.py")
     parser.add_argument("--workers", type=int, help="processes, or tasks at a time; default: one on each core")
     parser.add_argument(
@@ -119,7 +130,7 @@ def tokenize(arguments: argparse.Namespace) -> int:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from diloco_jax.training.data.cluster import on_ray
-    from diloco_jax.training.data.documents import TextSource
+    from diloco_jax.training.data.documents import MESSAGES, TEXT, TextSource
     from diloco_jax.training.data.store import read_facts
     from diloco_jax.training.data.tokenizing import build_store
 
@@ -128,7 +139,11 @@ def tokenize(arguments: argparse.Namespace) -> int:
     if arguments.address and arguments.engine != "ray":
         raise ValueError(f"--address is {arguments.address}, but --engine is local; add --engine ray, or remove it")
     engine = on_ray(arguments.address or "", arguments.workers or 0) if arguments.engine == "ray" else None
-    source = TextSource(arguments.source, "", tuple(arguments.patterns), arguments.field)
+    if arguments.loss_on and not arguments.chat:
+        raise ValueError(f"--loss-on is {arguments.loss_on}, which only conversations have; add --chat, or remove it")
+    field = arguments.field or (MESSAGES if arguments.chat else TEXT)
+    loss_on = (arguments.loss_on or "completion") if arguments.chat else ""
+    source = TextSource(arguments.source, "", tuple(arguments.patterns), field, loss_on)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     console = Console(stderr=True)
     how: dict[str, Any] = {"console": console, "transient": True, "disable": not console.is_terminal}
@@ -141,7 +156,9 @@ def tokenize(arguments: argparse.Namespace) -> int:
         out = build_store(source, arguments.tokenizer, Path(arguments.out), arguments.workers or 0, tell, engine)
     facts = read_facts(out)
     shown = {name: facts[name] for name in ("tokens", "documents", "bytes", "vocab_size", "tokenizer")}
-    shown |= {name: facts[name] for name in ("rows_left_out", "documents_replaced") if name in facts}
+    shown |= {
+        name: facts[name] for name in ("rows_left_out", "documents_replaced", "loss_on", "trained") if name in facts
+    }
     show(arguments, {"out": str(out), **shown, "files": len(facts["files"])}, _describe)
     return 0
 
@@ -151,8 +168,11 @@ def _describe(result: dict[str, Any]) -> str:
         f"{result['tokens']:,} tokens of {result['documents']:,} documents, {result['bytes'] / result['tokens']:.2f} "
         f"bytes per token, {result['vocab_size']:,} ids: {result['out']}"
     ]
+    if "trained" in result:
+        lines.append(f"{result['trained']:,} of these tokens are trained on (loss on {result['loss_on']})")
     if rows := result.get("rows_left_out"):
-        lines.append(f"{rows:,} rows have no text (null, or empty) and are left out")
+        empty = "no assistant's turn" if "trained" in result else "no text (null, or empty)"
+        lines.append(f"{rows:,} rows have {empty} and are left out")
     if count := result.get("documents_replaced"):
         lines.append(f"{count:,} documents have U+FFFD, which replaces bytes that are not valid UTF-8")
     return "\n".join(lines)

@@ -6,12 +6,15 @@ import numpy as np
 
 from diloco_jax.runtime.model.evaluation import run_source
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.training.data.chat.packing import Conversations, Weighted
 from diloco_jax.training.data.corpus import Source
 from diloco_jax.training.data.mixture import Samples
 from diloco_jax.training.data.order import SampleOrder
-from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample, count_predicted, stack
+from diloco_jax.training.data.sample import SEGMENTS, TOKENS, WEIGHTS, Sample, count_predicted, stack
 
 SHOWN, SHOWN_CHARS = 3, 300
+# The brackets around what is trained on.
+OPENING, CLOSING = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
 # Samples, at equal distances, that the estimate of bytes per token uses.
 COUNTED = 256
 
@@ -36,6 +39,7 @@ def reading(config: RunConfig) -> dict[str, Any]:
         "corpus": source.corpus,
         "sources": sources,
         "held_out": {name: _held_out(source, samples) for name, samples in held_out.items()},
+        **_too_long(source),
         "first": [_shown(source, source.train[order.window_id(position)]) for position in range(SHOWN)],
     }
 
@@ -45,6 +49,7 @@ def _counted(part: Source, share: float, planned: int, seq_len: int) -> dict[str
     return {
         "documents": facts.get("documents"),
         "tokens": facts.get("tokens"),
+        "trained": facts.get("trained"),
         "samples_per_epoch": len(part.train),
         "tokens_per_epoch": len(part.train) * seq_len,
         "held_out_samples": len(part.held_out),
@@ -61,12 +66,26 @@ def _held_out(source: Source, samples: Samples) -> dict[str, Any]:
     return {"samples": len(samples), "bytes_per_token": bytes_}
 
 
+def _too_long(source: Source) -> dict[str, int]:
+    """Count the conversations that do not fit into a sample."""
+    all_samples = [samples for part in source.parts.values() or (source,) for samples in (part.train, part.held_out)]
+    packed = [samples.samples if isinstance(samples, Weighted) else samples for samples in all_samples]
+    found = [samples for samples in packed if isinstance(samples, Conversations)]
+    return {"cut": sum(each.cut for each in found), "left_out": sum(each.left_out for each in found)}
+
+
 def _shown(source: Source, sample: Sample) -> str:
-    """Return a sample as text; its arrays if there is no tokenizer."""
+    """Return a sample as text, what is trained on in brackets if it is not all; its arrays if there is no tokenizer."""
     if source.tokenizer is None:
         return ", ".join(f"{name} {value.dtype}{list(value.shape)}: {value.flat[:8]}" for name, value in sample.items())
-    ids = sample[TOKENS][sample.get(SEGMENTS, np.ones_like(sample[TOKENS])) > 0]
-    return source.tokenizer.decode(ids)[:SHOWN_CHARS]
+    real = sample.get(SEGMENTS, np.ones_like(sample[TOKENS])) > 0
+    ids, trained = sample[TOKENS][real], sample.get(WEIGHTS, np.ones_like(sample[TOKENS]))[real] > 0
+    if trained.all():
+        return source.tokenizer.decode(ids)[:SHOWN_CHARS]
+    edges = np.flatnonzero(trained[1:] != trained[:-1]) + 1
+    parts = map(source.tokenizer.decode, np.split(ids, edges))
+    shown = [f"{OPENING}{part}{CLOSING}" if trained[at] else part for at, part in zip((0, *edges), parts, strict=True)]
+    return "".join(shown)[:SHOWN_CHARS]
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -74,6 +93,8 @@ def describe(result: dict[str, Any]) -> str:
     lines = [f"{result['samples']:,} samples of {result['tokens']:,} tokens in all, ids below {result['vocab_size']:,}"]
     for name, each in result["sources"].items():
         documents = f"{each['documents']:,} documents, " if each["documents"] is not None else ""
+        if each["trained"] is not None:
+            documents += f"{each['trained'] / each['tokens']:.0%} of {each['tokens']:,} tokens trained on, "
         lines += [
             f"{name}: {documents}{each['tokens_per_epoch']:,} tokens in {each['samples_per_epoch']:,} samples "
             f"per epoch, {each['share']:.1%} of the run, {each['epochs']:.2f} times"
@@ -81,4 +102,7 @@ def describe(result: dict[str, Any]) -> str:
     for name, each in result["held_out"].items():
         bytes_ = f", {each['bytes_per_token']:.2f} bytes per token" if each["bytes_per_token"] else ""
         lines.append(f"held out{f' {name}' if name else ''}: {each['samples']:,} samples{bytes_}")
+    lines += [f"{result['cut']:,} conversations are cut to fit a sample, {result['left_out']:,} are left out"] * (
+        result["cut"] + result["left_out"] > 0
+    )
     return "\n".join([*lines, *(f"sample {number}: {text!r}" for number, text in enumerate(result["first"]))])

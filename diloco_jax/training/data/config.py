@@ -8,7 +8,9 @@ from typing import Any, Literal
 from diloco_jax.protocol.corpora import wrong_corpus_name
 from diloco_jax.training.named import check_choices, check_setting
 
-DataFormat = Literal["bytes", "tokens", "store", "text", "jsonl", "parquet", "arrow", "arrayrecord", "images"]
+DataFormat = Literal["bytes", "tokens", "store", "text", "jsonl", "parquet", "arrow", "arrayrecord", "chat", "images"]
+# What is trained on in conversations; empty in a source whose rows are text.
+LossOn = Literal["completion", "last", "all"]
 TokenDtype = Literal["uint16", "uint32"]
 
 STDLIB = "stdlib"
@@ -120,16 +122,20 @@ class DataConfig:
 
     format: DataFormat = "bytes"
     """bytes (any text, token = byte), tokens (one binary file of token ids, memory-mapped) or store (a folder that
-    diloco tokenize wrote). text, jsonl, parquet, arrow, arrayrecord and images (a folder of images with texts, or
-    Parquet with both) become a store in $DILOCO_CACHE at the first read. Set it together with path. For several
-    machines or large texts, run diloco tokenize once and use store, because otherwise each machine tokenizes at its
-    first start."""
+    diloco tokenize wrote). text, jsonl, parquet, arrow, arrayrecord, chat (conversations in JSONL, Parquet or Arrow, or
+    a store of them) and images (a folder of images with texts, or Parquet with both) become a store in $DILOCO_CACHE at
+    the first read. Set it together with path. For several machines or large texts, run diloco tokenize once and use
+    store, because otherwise each machine tokenizes at its first start."""
     path: str = STDLIB
     """A file or a folder; or 'stdlib', the source of Python's own standard library without its tests (13 MB). A store
     or text may also be at gs://, s3:// or another URL that fsspec reads. Set it for your own data."""
     field: str = "text"
-    """Column or key with the text, for jsonl, parquet, arrow and images. Set it if your column or key has another
-    name."""
+    """Column or key with the text, for jsonl, parquet, arrow and images. In conversations `text` stands for `messages`.
+    Set it if your column or key has another name."""
+    loss_on: LossOn = "completion"
+    """What is trained on in conversations. completion: the assistant's turns, or the completion of a prompt. last: only
+    the last turn. all: every token. Set it to last if earlier turns of your data are not good, and to all to train on
+    the users' turns too. A store keeps what it was built with."""
     tokenizer: str = ""
     """A folder with tokenizer.json, train:SIZE or bytes, for text and images that become a store; for format tokens,
     the tokenizer that produced the ids. A store contains its tokenizer. Set it for texts that become a store, and for
@@ -139,7 +145,8 @@ class DataConfig:
     documents: Literal["joined", "separate", "whole"] = "joined"
     """joined: samples may span documents. separate: the same samples, but attention and loss stay within a document.
     whole: like separate, but only a document longer than a sample is cut; samples end with padding. No effect on
-    images. Set it to separate or whole if unrelated documents must not see each other."""
+    images and conversations, which are always whole. Set it to separate or whole if unrelated documents must not see
+    each other."""
     mixture: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
     """Several sources by name, read in proportion to their weights; they replace path and format. Set it to train on
     more than one source."""
@@ -224,6 +231,14 @@ class DataConfig:
                 )
             if part.format in (*PLAIN, "store"):
                 continue
+            # The path may be a store, which has its tokenizer.
+            if part.format == "chat" and not self.tokenizer:
+                continue
+            if part.format == "chat" and (self.tokenizer.startswith("train:") or self.tokenizer == "bytes"):
+                raise ValueError(
+                    f"'{part.path}' has conversations, but data.tokenizer is '{self.tokenizer}', which has no chat "
+                    "template; name the folder of a tokenizer with one"
+                )
             if not self.tokenizer or (self.tokenizer.startswith("train:") and (self.mixture or self.evaluation)):
                 raise ValueError(
                     f"'{part.path}' of format {part.format} needs data.tokenizer, which is '{self.tokenizer}': a "
@@ -245,6 +260,11 @@ class DataConfig:
     def with_images(self) -> bool:
         """Return whether a source has images, so that samples of all sources have arrays for them."""
         return any(part.format == "images" for part in (*self.sources.values(), *self.evaluation.values()))
+
+    @property
+    def with_chat(self) -> bool:
+        """Return whether a source has conversations, so that samples of all sources have weights."""
+        return any(part.format == "chat" for part in (*self.sources.values(), *self.evaluation.values()))
 
     @property
     def soft_tokens(self) -> int:

@@ -20,8 +20,9 @@ import numpy as np
 import xxhash
 from jaxtyping import Integer
 
+from diloco_jax.training.data.chat.packing import Weighted, pack_conversations
 from diloco_jax.training.data.config import PLAIN, STDLIB, DataConfig, SourceConfig
-from diloco_jax.training.data.documents import TextSource
+from diloco_jax.training.data.documents import MESSAGES, TEXT, TextSource
 from diloco_jax.training.data.image_store import (
     ImageStore,
     ImageTexts,
@@ -34,7 +35,7 @@ from diloco_jax.training.data.mixture import Samples, mixed
 from diloco_jax.training.data.own import open_own
 from diloco_jax.training.data.pictures import PictureSource
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample
-from diloco_jax.training.data.store import Store, local_store
+from diloco_jax.training.data.store import Store, is_store, local_store
 from diloco_jax.training.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from diloco_jax.training.data.tokenizing import TRAIN, cached_store
 
@@ -233,8 +234,8 @@ def load_source(config: DataConfig, seq_len: int) -> Source:
     if config.module:
         parts = {"": _load_own(config, seq_len)}
     others = {name: _load_part(config, part, seq_len, whole=True) for name, part in config.evaluation.items()}
-    if config.with_images:
-        parts, others = ({name: _with_images(one, config) for name, one in of.items()} for of in (parts, others))
+    for fit in (*((_with_images,) if config.with_images else ()), *((_with_weights,) if config.with_chat else ())):
+        parts, others = ({name: fit(one, config) for name, one in of.items()} for of in (parts, others))
     digests = {one.tokenizer.digest: name for name, one in {**parts, **others}.items() if one.tokenizer}
     if len(digests) > 1:
         one, other = list(digests.values())[:2]
@@ -272,7 +273,11 @@ def tokenizer_of(config: DataConfig) -> Tokenizer | None:
         elif part.format == "images":
             made = None if trained else open_image_tokenizer(config.tokenizer, config.images)
             found.append((made or _open_images(config, part).tokenizer).tokenizer)
-        elif part.format == "store" or (trained and part.format != "tokens"):
+        elif (
+            part.format == "store"
+            or (part.format == "chat" and is_store(part.path))
+            or (trained and part.format != "tokens")
+        ):
             found.append(open_store(config, part).tokenizer)
     return _largest(found) or (open_tokenizer(config.tokenizer) if config.tokenizer else None)
 
@@ -298,6 +303,11 @@ def _with_images(source: Source, config: DataConfig) -> Source:
     wrapped = (WithoutImages(samples, config.images.soft_tokens) for samples in (source.train, source.held_out))
     train, held_out = wrapped
     return replace(source, train=train, held_out=held_out)
+
+
+def _with_weights(source: Source, config: DataConfig) -> Source:
+    """Return a source whose samples have weights in the loss."""
+    return replace(source, train=Weighted(source.train), held_out=Weighted(source.held_out))
 
 
 def _load_own(config: DataConfig, seq_len: int) -> Source:
@@ -354,11 +364,33 @@ def _open_images(config: DataConfig, part: SourceConfig) -> ImageStore:
 def open_store(config: DataConfig, part: SourceConfig) -> Store:
     """Open the store of a source; text becomes a store when this machine reads it for the first time."""
     if part.format == "store":
-        return Store(local_store(part.path))
-    return Store(cached_store(TextSource(part.path, part.format, part.patterns, part.field), config.tokenizer))
+        return _of_kind(Store(local_store(part.path)), chat=False)
+    if part.format != "chat":
+        source = TextSource(part.path, part.format, part.patterns, part.field)
+    elif is_store(part.path):
+        return _of_kind(Store(local_store(part.path)), chat=True)
+    elif not config.tokenizer:
+        raise ValueError(
+            f"'{part.path}' has conversations and is not a store, so it needs data.tokenizer: name the folder of a "
+            "tokenizer with a chat template"
+        )
+    else:
+        field = MESSAGES if part.field == TEXT else part.field
+        source = TextSource(part.path, "", part.patterns, field, config.loss_on)
+    return Store(cached_store(source, config.tokenizer))
+
+
+def _of_kind(store: Store, *, chat: bool) -> Store:
+    """Return a store after a check that it has conversations, or that it has none."""
+    if store.has_weights != chat:
+        have, form = ("text", "store") if chat else ("conversations", "chat")
+        raise ValueError(f"the store '{store.folder}' has {have}; set data.format to {form}")
+    return store
 
 
 def _samples(store: Store, start: int, stop: int, config: DataConfig, seq_len: int) -> Samples:
+    if store.has_weights:
+        return pack_conversations(store, start, stop, seq_len)
     if config.documents == "whole":
         return pack(store, start, stop, seq_len)
     return Windows(store, seq_len, start, stop, separate=config.documents == "separate")

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 import xxhash
@@ -22,6 +22,7 @@ from fsspec.utils import compressions
 
 from diloco_jax.protocol.releases import install_hint
 
+Value = TypeVar("Value")
 PIECE_BYTES = 1 << 24
 # Rows that are read at once.
 ROWS = 1024
@@ -30,6 +31,10 @@ REPLACEMENT = "\ufffd"
 # Surrogates, halves of characters, which JSON may contain.
 HALVES = re.compile("[\ud800-\udfff]")
 BLOCK_BYTES = 1 << 22
+# The usual names of the column with the text, and of the one with the messages.
+TEXT, MESSAGES = "text", "messages"
+# The columns of chat data that are read, beside the one with the messages.
+PROMPT, COMPLETION, TOOLS, OPTIONS = COLUMNS = ("prompt", "completion", "tools", "chat_template_kwargs")
 SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -50,12 +55,14 @@ class SourcePiece(NamedTuple):
     url: str
     # A format of SUFFIXES, or text.
     format: str
-    # The field of a row that has the text.
+    # The field of a row that has the text, or the messages.
     field: str
     start: int
     # 0: the end of the file.
     stop: int
     size: int  # bytes
+    # What is trained on in chat data (chat/turns.py); empty: the rows are text.
+    loss_on: str = ""
 
 
 class TextSource(NamedTuple):
@@ -66,7 +73,9 @@ class TextSource(NamedTuple):
     format: str = ""
     # Patterns of the names of a folder's files.
     patterns: Sequence[str] = ("*",)
-    field: str = "text"
+    field: str = TEXT
+    # As in `SourcePiece`.
+    loss_on: str = ""
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -125,19 +134,22 @@ def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
         raise ValueError(f"'{source.path}' has no {format} file with content; correct the path, or patterns")
     # fsspec reads .zst only if zstandard is installed.
     readable = tuple(f".{suffix}" for suffix in compressions if suffix != "zip")
+    if source.loss_on and format == "text":
+        raise ValueError(f"'{source.path}' has no JSONL, Parquet or Arrow; conversations are rows of such files")
     if packed := [name for name in sorted(found) if name.endswith(PACKED) and not name.endswith(readable)]:
         raise ValueError(
             f"'{source.path}' has {len(packed)} packed files that cannot be read, such as {packed[0]}; unpack them, "
             "leave them out with --patterns, or for .zst install zstandard"
         )
     pieces: list[SourcePiece] = []
-    hasher = xxhash.xxh3_128(f"{format} {source.field}".encode())
+    chat = f" {source.loss_on}" if source.loss_on else ""
+    hasher = xxhash.xxh3_128(f"{format} {source.field}{chat}".encode())
     # The order follows a hash of the name, which mixes folders, because the end of the corpus is held out.
     for name in sorted(found, key=lambda name: (zlib.crc32(os.fsencode(name)), name)):
         full, info = found[name]
         hasher.update(os.fsencode(f"{name} {info['size']} {time_of(info)}\n"))
         url = full if "file" in fs.protocol else fs.unstrip_protocol(full)
-        pieces += _split(SourcePiece(url, format, source.field, 0, 0, info["size"]))
+        pieces += _split(SourcePiece(url, format, source.field, 0, 0, info["size"], source.loss_on))
     return pieces, hasher.hexdigest()
 
 
@@ -159,15 +171,27 @@ def _split(piece: SourcePiece) -> Iterator[SourcePiece]:
 
 def read_documents(piece: SourcePiece) -> Iterator[str]:
     """Yield the documents of a piece, "" for a row without text; bytes that are not UTF-8 become U+FFFD."""
-    read: Callable[[SourcePiece], Iterator[Any]] = {
+
+    def text_of(value: Any) -> str:
+        if isinstance(value, bytes):
+            value = value.decode("utf-8", "replace")
+        check_text(value, piece.field)
+        return HALVES.sub(REPLACEMENT, value or "")
+
+    yield from read_values(piece, text_of)
+
+
+def read_values(piece: SourcePiece, parse: Callable[[Any], Value]) -> Iterator[Value]:
+    """Yield a value for each row of a piece.
+
+    Args:
+      parse: takes the field of a row, or the whole row of chat data; its ValueError names what is wrong with it.
+    """
+    read: Callable[[SourcePiece, Callable[[Any], Value]], Iterator[Value]] = {
         "text": _text, "jsonl": _jsonl, "parquet": _parquet, "arrow": _arrow, "arrayrecord": _array_record
     }[piece.format]  # fmt: skip
     try:
-        for text in read(piece):
-            if isinstance(text, bytes):
-                text = text.decode("utf-8", "replace")
-            check_text(text, piece.field)
-            yield HALVES.sub(REPLACEMENT, text or "")
+        yield from read(piece, parse)
     except (EOFError, ValueError, KeyError, OverflowError, OSError, RuntimeError, lzma.LZMAError, zlib.error) as error:
         # An error of the disk has a number, unlike errors of pyarrow and of compression.
         if isinstance(error, OSError) and error.errno:
@@ -183,12 +207,12 @@ def check_text(value: Any, field: str) -> None:
         raise ValueError(f"field '{field}' holds {kind}, not text; name another (--field, data.field)")
 
 
-def _text(piece: SourcePiece) -> Iterator[str]:
+def _text(piece: SourcePiece, parse: Callable[[Any], Value]) -> Iterator[Value]:
     with fsspec.open(piece.url, "rb", compression="infer") as file:
-        yield file.read().decode("utf-8", errors="replace")
+        yield parse(file.read().decode("utf-8", errors="replace"))
 
 
-def _jsonl(piece: SourcePiece) -> Iterator[Any]:
+def _jsonl(piece: SourcePiece, parse: Callable[[Any], Value]) -> Iterator[Value]:
     with fsspec.open(piece.url, "rb", compression="infer") as file:
         # The previous piece reads the line that starts before this one.
         if piece.start:
@@ -198,23 +222,23 @@ def _jsonl(piece: SourcePiece) -> Iterator[Any]:
         while (not piece.stop or at < piece.stop) and (line := file.readline()):
             if line.strip():
                 try:
-                    yield _field_of(line, piece.field)
+                    value = parse(_json_of(line, "" if piece.loss_on else piece.field))
                 except (ValueError, RecursionError) as error:
                     why = str(error)
                     if isinstance(error, json.JSONDecodeError):
                         why = f"{error.msg} (character {error.pos + 1} of the line)"
                     raise ValueError(f"line {_number_of(piece.url, at)}, at byte {at}: {why}") from error
+                yield value
             at += len(line)
 
 
-def _field_of(line: bytes, field: str) -> Any:
-    """Return the field of a line of JSON; ValueError names what is wrong with the line."""
+def _json_of(line: bytes, field: str) -> Any:
+    """Return the field of a line of JSON, with an empty name the whole row; ValueError names what is wrong."""
     row = json.loads(line.decode("utf-8-sig", "replace"))
-    if not isinstance(row, dict) or field not in row:
+    if not isinstance(row, dict) or (field and field not in row):
         keys = f"it has {', '.join(row)}" if isinstance(row, dict) else "it is not an object"
         raise ValueError(f"{keys}; name the field with the text (--field, data.field)")
-    check_text(row[field], field)
-    return row[field]
+    return row[field] if field else row
 
 
 def _number_of(url: str, at: int) -> int:
@@ -227,29 +251,41 @@ def _number_of(url: str, at: int) -> int:
     return number
 
 
-def _column(batches: Iterator[Any], field: str, names: Sequence[str]) -> Iterator[Any]:
-    if field not in names:
+def _rows(
+    batches: Iterator[Any], piece: SourcePiece, names: Sequence[str], parse: Callable[[Any], Value]
+) -> Iterator[Value]:
+    """Yield a value for each row of a table, from its column with the text; of chat data from the whole row."""
+    if piece.loss_on:
+        for batch in batches:
+            yield from map(parse, batch.to_pylist())
+        return
+    if piece.field not in names:
         raise ValueError(f"it has columns {', '.join(names)}; name the one with the text (--field, data.field)")
     for batch in batches:
-        column = batch.column(field)
+        column = batch.column(piece.field)
         try:
             rows = column.to_pylist()
         except UnicodeDecodeError:
             # Arrow does not check that written text is UTF-8.
             rows = column.cast("large_binary").to_pylist()
-        yield from rows
+        yield from map(parse, rows)
 
 
-def _parquet(piece: SourcePiece) -> Iterator[Any]:
+def _columns(piece: SourcePiece, names: Sequence[str]) -> list[str]:
+    """Return the columns of a table that are read."""
+    wanted = (piece.field, *COLUMNS) if piece.loss_on else (piece.field,)
+    return [name for name in names if name in wanted]
+
+
+def _parquet(piece: SourcePiece, parse: Callable[[Any], Value]) -> Iterator[Value]:
     with fsspec.open(piece.url) as file:
         table = needs("pyarrow.parquet").ParquetFile(file)
-        groups = range(piece.start, piece.stop or table.num_row_groups)
-        columns = [name for name in table.schema_arrow.names if name == piece.field]
-        batches = table.iter_batches(ROWS, row_groups=list(groups), columns=columns)
-        yield from _column(batches, piece.field, table.schema_arrow.names)
+        groups, names = range(piece.start, piece.stop or table.num_row_groups), table.schema_arrow.names
+        batches = table.iter_batches(ROWS, row_groups=list(groups), columns=_columns(piece, names))
+        yield from _rows(batches, piece, names, parse)
 
 
-def _arrow(piece: SourcePiece) -> Iterator[Any]:
+def _arrow(piece: SourcePiece, parse: Callable[[Any], Value]) -> Iterator[Value]:
     ipc = needs("pyarrow.ipc")
     with fsspec.open(piece.url) as file:
         random_access = file.read(6) == b"ARROW1"
@@ -260,7 +296,9 @@ def _arrow(piece: SourcePiece) -> Iterator[Any]:
         else:
             table = ipc.open_stream(file)
             batches = iter(table)
-        yield from _column(batches, piece.field, table.schema.names)
+        names = table.schema.names
+        chosen = (batch.select(_columns(piece, names)) for batch in batches)
+        yield from _rows(chosen, piece, names, parse)
 
 
 def _records(url: str) -> Any:
@@ -272,8 +310,8 @@ def _records(url: str) -> Any:
     return reader
 
 
-def _array_record(piece: SourcePiece) -> Iterator[bytes]:
+def _array_record(piece: SourcePiece, parse: Callable[[Any], Value]) -> Iterator[Value]:
     reader = _records(piece.url)
     stop = piece.stop or reader.num_records()
     for start in range(piece.start, stop, ROWS):
-        yield from reader.read(start, min(start + ROWS, stop))
+        yield from map(parse, reader.read(start, min(start + ROWS, stop)))

@@ -15,7 +15,7 @@ from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.data.corpus import Source, count_tokens, cut_source, find_files, load_source
 from diloco_jax.training.data.image_store import no_image
 from diloco_jax.training.data.mixture import Order
-from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample, stack
+from diloco_jax.training.data.sample import SEGMENTS, TOKENS, WEIGHTS, Sample, stack
 
 
 def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None:
@@ -44,9 +44,11 @@ def example(config: DataConfig, seq_len: int) -> Sample:
     """Return a sample with the names, shapes and dtypes of all samples; from the user's source if there is one."""
     if config.module:
         return load_source(config, seq_len).train[0]
-    names = (TOKENS,) if config.documents == "joined" and not config.with_images else (TOKENS, SEGMENTS)
-    images = no_image(config.images.soft_tokens) if config.with_images else {}
-    return {name: np.zeros(seq_len + 1, np.int32) for name in names} | images
+    tokens = np.zeros(seq_len + 1, np.int32)
+    has_segments = config.documents != "joined" or config.with_images or config.with_chat
+    found = {TOKENS: tokens, **({SEGMENTS: tokens} if has_segments else {})}
+    found |= {WEIGHTS: tokens.astype(np.float32)} if config.with_chat else {}
+    return found | (no_image(config.images.soft_tokens) if config.with_images else {})
 
 
 def _stack(samples: Sequence[Sample], vocab_size: int) -> Sample:

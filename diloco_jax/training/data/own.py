@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from diloco_jax.training.data.sample import SEGMENTS, TOKENS, Sample
+from diloco_jax.training.data.sample import SEGMENTS, TOKENS, WEIGHTS, Sample
 from diloco_jax.training.named import failure, make_named
 
 # The kinds of dtypes that a device can hold: bool, integers, floats.
@@ -59,6 +59,12 @@ class OwnSamples:
         found = {name: (value.shape, value.dtype) for name, value in sample.items()}
         if TOKENS in found and found.get(SEGMENTS, found[TOKENS]) != found[TOKENS]:
             raise ValueError(f"{where} {_words(found[SEGMENTS])} as '{SEGMENTS}'; make it like '{TOKENS}'")
+        if (
+            TOKENS in found
+            and WEIGHTS in found
+            and (found[WEIGHTS][0] != found[TOKENS][0] or (sample[WEIGHTS] < 0).any())
+        ):
+            raise ValueError(f"{where} {_words(found[WEIGHTS])} as '{WEIGHTS}'; give a number from 0 on for each token")
         for name in sorted({*found} | {*self.like}) if self.like else ():
             if found.get(name) != self.like.get(name):
                 had, has = (_words(of.get(name)) for of in (self.like, found))

@@ -15,6 +15,8 @@ Shapes = Mapping[str, jax.ShapeDtypeStruct | np.ndarray]
 TOKENS = "tokens"
 # For each id the number of its document in the sample, from 1 on; 0 is padding: int32 [length + 1].
 SEGMENTS = "segments"
+# For each id its weight in the loss when it is predicted: float32 [length + 1]; absent: all are 1.
+WEIGHTS = "weights"
 # Pixels of the patches of each image, 0 in padding: uint8 [images, patches, numbers per patch].
 PATCHES = "patches"
 # Column and row of each patch, -1 in padding: int32 [images, patches, 2].
@@ -41,11 +43,17 @@ def batch_size(batch: Sample) -> int:
 def count_predicted(batch: Sample) -> int:
     """Return the number of predictions in a batch: its tokens but each sample's first; without tokens, its samples.
 
-    With segments, the first token of each segment and padding do not count, nor do the soft tokens of images.
+    With segments, the first token of each segment and padding do not count, nor do the soft tokens of images. Tokens of
+    weight 0 do not count either.
     """
-    # Without tokens, an array named "segments" may mean anything.
-    if SEGMENTS in batch and TOKENS in batch:
+    # Without tokens, arrays with these names may mean anything.
+    if TOKENS not in batch:
+        return batch_size(batch)
+    counted = np.ones_like(batch[TOKENS][:, 1:], bool)
+    if SEGMENTS in batch:
         now, before = batch[SEGMENTS][:, 1:], batch[SEGMENTS][:, :-1]
-        soft_tokens = int((batch[POSITIONS][..., 0] >= 0).sum()) // POOL**2 if POSITIONS in batch else 0
-        return int(((now == before) & (now > 0)).sum()) - soft_tokens
-    return batch[TOKENS][:, 1:].size if TOKENS in batch else batch_size(batch)
+        counted &= (now == before) & (now > 0)
+    if WEIGHTS in batch:
+        counted &= batch[WEIGHTS][:, 1:] > 0
+    soft_tokens = int((batch[POSITIONS][..., 0] >= 0).sum()) // POOL**2 if POSITIONS in batch else 0
+    return int(counted.sum()) - soft_tokens

@@ -3,6 +3,7 @@
 store.json           counts, dtype, digests
 tokens-00000.bin     ids, in as many files as needed
 documents-00000.bin  the ends of the documents in the file of the same number, uint64
+weights-00000.bin    of conversations: for each id 1 if it is trained on, and 2 more at the end of a turn, uint8
 tokenizer.json       the tokenizer, unless a token is a byte
 """
 
@@ -11,7 +12,7 @@ import json
 import os
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from diloco_jax.training.data.documents import file_system
 from diloco_jax.training.data.tokenizer import BYTES, TOKENIZER_FILE, open_tokenizer
 
 STORE_FILE, VERSION = "store.json", 1
-TOKENS_NAME, DOCUMENTS_NAME = "tokens-{:05d}.bin", "documents-{:05d}.bin"
+TOKENS_NAME, DOCUMENTS_NAME, WEIGHTS_NAME = "tokens-{:05d}.bin", "documents-{:05d}.bin", "weights-{:05d}.bin"
 DTYPES = ("uint16", "uint32")
+# The bits of a byte of the weights.
+TRAINED, TURN_END = np.uint8(1), np.uint8(2)
 # The longest wait for another process that builds the same store.
 WAIT_S = 12 * 3600.0
 POLL_S = 0.5
@@ -45,10 +48,12 @@ class Store:
                 f"{folder / TOKENIZER_FILE} is not the tokenizer that produced this store's ids; copy the store again"
             )
         dtype = np.dtype(self.facts["dtype"]).newbyteorder("<")
-        self._tokens, self._ends, self._starts = [], [], [0]
+        self._tokens, self._ends, self._starts, self._weights = [], [], [0], list[np.ndarray]()
         for number, part in enumerate(self.facts["files"]):
             self._tokens.append(_mapped(folder / TOKENS_NAME.format(number), dtype, part["tokens"]))
             self._ends.append(_mapped(folder / DOCUMENTS_NAME.format(number), np.dtype("<u8"), part["documents"]))
+            if self.has_weights:
+                self._weights.append(_mapped(folder / WEIGHTS_NAME.format(number), np.dtype("u1"), part["tokens"]))
             self._starts.append(self._starts[-1] + part["tokens"])
             if part["tokens"] != (self._ends[-1][-1] if part["documents"] else 0):
                 raise self._damaged(number)
@@ -59,6 +64,11 @@ class Store:
     @property
     def vocab_size(self) -> int:
         return int(self.facts["vocab_size"])
+
+    @property
+    def has_weights(self) -> bool:
+        """Return whether the store has conversations, whose tokens have weights in the loss."""
+        return "loss_on" in self.facts
 
     def described(self) -> str:
         """Return the number of tokens and their digest, both from store.json."""
@@ -74,11 +84,21 @@ class Store:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the ids of a range as int32."""
-        shares = [
-            self._tokens[number][low - self._starts[number] : high - self._starts[number]]
+        return np.concatenate(self._shares(self._tokens, start, stop)).astype(np.int32)
+
+    def weights(self, start: int, stop: int) -> np.ndarray:
+        """Return the weights of a range of a store of conversations as float32."""
+        return (np.concatenate(self._shares(self._weights, start, stop)) & TRAINED).astype(np.float32)
+
+    def turn_ends(self, start: int, stop: int) -> np.ndarray:
+        """Return for each token of a range of conversations whether it is the last of an assistant's turn."""
+        return (np.concatenate(self._shares(self._weights, start, stop)) & TURN_END) > 0
+
+    def _shares(self, files: Sequence[np.ndarray], start: int, stop: int) -> list[np.ndarray]:
+        return [
+            files[number][low - self._starts[number] : high - self._starts[number]]
             for number, low, high in self.files(start, stop)
         ]
-        return np.concatenate(shares).astype(np.int32)
 
     def ends(self, start: int, stop: int) -> np.ndarray:
         """Return the ends of documents after `start` and before or at `stop`, as int64."""
@@ -166,6 +186,12 @@ def locked(path: Path, wait_s: float) -> Iterator[None]:
                     ) from None
                 time.sleep(POLL_S)
         yield
+
+
+def is_store(path: str) -> bool:
+    """Return whether a path or URL is the folder of a store."""
+    fs, root = file_system(path)
+    return bool(fs.exists(f"{root}/{STORE_FILE}"))
 
 
 def local_store(path: str) -> Path:

@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 import tokenizers
 import xxhash
+from jaxtyping import Int
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from diloco_jax.training.regular import check_regular
 
 BYTES = "bytes"
 TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
+CHAT_FILE, SPECIAL_FILE = "chat_template.jinja", "special_tokens_map.json"
 # The files are written in this order, so that the last one marks a complete tokenizer.
-TOKENIZER_FILES = (SETTINGS_FILE, TOKENIZER_FILE)
+TOKENIZER_FILES = (CHAT_FILE, SPECIAL_FILE, SETTINGS_FILE, TOKENIZER_FILE)
 END = "<|endoftext|>"
 # The tokens that may end a document if the settings do not name one.
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -50,7 +52,26 @@ class Tokenizer:
           begin: whether the tokens that the tokenizer puts before a text are included.
         """
         own = list(self.made.encode(text, add_special_tokens=False).ids) if self.made else list(text.encode())
-        return [*self._around[0], *own] if begin else own
+        return [*self.around[0], *own] if begin else own
+
+    def encode_places(self, text: str) -> tuple[list[int], Int[np.ndarray, "n 2"]]:
+        """Return the ids of a text alone, and the first and the next-after-last character of each.
+
+        Places ascend; tokens that are bytes of one character share its place.
+        """
+        if not self.made:
+            sizes = np.fromiter((len(one.encode()) for one in text), np.int64, len(text))
+            first = np.repeat(np.arange(len(text)), sizes)
+            return list(text.encode()), np.stack([first, first + 1], axis=1)
+        found = self.made.encode(text, add_special_tokens=False)
+        places = np.asarray(found.offsets, np.int64).reshape(-1, 2)
+        return list(found.ids), np.maximum.accumulate(places, axis=0)
+
+    @cached_property
+    def special(self) -> set[int]:
+        """Return the special tokens."""
+        added = self.made.get_added_tokens_decoder() if self.made else {}
+        return {number for number, token in added.items() if token.special}
 
     def encode_document(self, text: str) -> list[int]:
         """Return the ids of a document and its end; a long document is encoded in pieces that end with a line."""
@@ -58,13 +79,13 @@ class Tokenizer:
         ids = self.encode(first, begin=bool(first))
         for piece in others:
             ids += self.encode(piece, begin=False)
-        ids += self._around[1] if first else []
+        ids += self.around[1] if first else []
         if ids and self.end is not None and (self.made is None or ids[-1] != self.end):
             ids.append(self.end)
         return ids
 
     @cached_property
-    def _around(self) -> tuple[list[int], list[int]]:
+    def around(self) -> tuple[list[int], list[int]]:
         """Return the tokens that the tokenizer puts before and after every text."""
         if not self.made or not self.made.encode("").ids:
             return [], []
@@ -109,6 +130,8 @@ class Tokenizer:
         bytes_ = self._lengths[sample["tokens"][..., 1:]]
         if (segments := sample.get("segments")) is not None:
             bytes_ = bytes_ * ((segments[..., 1:] == segments[..., :-1]) & (segments[..., 1:] > 0))
+        if (weights := sample.get("weights")) is not None:
+            bytes_ = bytes_ * (weights[..., 1:] > 0)
         return int(bytes_.sum())
 
 

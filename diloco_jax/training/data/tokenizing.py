@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 
 from diloco_jax.training.data import store
+from diloco_jax.training.data.chat.encoder import ChatEncoder
 from diloco_jax.training.data.documents import (
     PIECE_BYTES,
     REPLACEMENT,
@@ -29,11 +30,12 @@ from diloco_jax.training.data.documents import (
     list_pieces,
     read_documents,
 )
-from diloco_jax.training.data.store import DOCUMENTS_NAME, STORE_FILE, TOKENS_NAME, locked, read_facts
+from diloco_jax.training.data.store import DOCUMENTS_NAME, STORE_FILE, TOKENS_NAME, WEIGHTS_NAME, locked, read_facts
 from diloco_jax.training.data.tokenizer import (
     BYTES,
     SIZE_MAX,
     SIZE_MIN,
+    TOKENIZER_FILE,
     Tokenizer,
     has_tokenizer,
     open_tokenizer,
@@ -88,6 +90,7 @@ def build_store(
         ValueError: the source cannot be read or has no text, or `out` has other files.
     """
     pieces, digest = list_pieces(source)
+    digest += _template_digest(source, tokenizer)
     if not tokenizer.startswith(TRAIN):
         made_from = {"source": digest, "tokenizer": open_tokenizer(tokenizer).digest}
     else:
@@ -103,11 +106,14 @@ def build_store(
         _make(parts, engine or partial(_in_processes, workers or len(os.sched_getaffinity(0))), tell)
         files = [json.loads((out / PART_NAME.format(part.number)).read_text()) for part in parts]
         if not any(file["tokens"] for file in files):
-            raise ValueError(f"'{source.path}' has no text: all its documents are empty; name another source")
+            what = "nothing to train on: no row has an assistant's turn" if source.loss_on else "no text"
+            raise ValueError(f"'{source.path}' has {what}: all its documents are empty; name another source")
         facts = {"vocab_size": made.vocab_size, "dtype": _dtype(made), "tokenizer": made.digest}
         facts |= {key: sum(file[key] for file in files) for key in ("tokens", "documents", "bytes")}
         # Parts built by an earlier version do not have these counts.
         facts |= {key: sum(file.get(key, 0) for file in files) for key in ("rows_left_out", "documents_replaced")}
+        if source.loss_on:
+            facts |= {"loss_on": source.loss_on, "trained": sum(file["trained"] for file in files)}
         begun = {"version": store.VERSION, "finished": True, "made_from": made_from}
         write_whole(out / STORE_FILE, json.dumps({**begun, **facts, "files": files}, indent=1))
         for part in parts:
@@ -125,11 +131,28 @@ def training_size(tokenizer: str) -> int:
 
 def cached_store(source: TextSource, tokenizer: str) -> Path:
     """Return the store of a source in this machine's cache; the first process builds it while others wait."""
-    _, digest = list_pieces(source)
+    digest = list_pieces(source)[1] + _template_digest(source, tokenizer)
     which = tokenizer if tokenizer.startswith(TRAIN) else open_tokenizer(tokenizer).digest
     folder = store.cache_folder() / "stores" / xxhash.xxh3_128(f"{digest} {which}".encode()).hexdigest()
     with locked(folder.with_suffix(".lock"), store.WAIT_S):
         return build_store(source, tokenizer, folder)
+
+
+def _template_digest(source: TextSource, tokenizer: str) -> str:
+    """Return a digest of the files that decide the text of conversations; "" for text.
+
+    Raises:
+        ValueError: conversations are to be encoded with a tokenizer that does not exist yet.
+    """
+    if not source.loss_on:
+        return ""
+    if tokenizer.startswith(TRAIN):
+        raise ValueError(
+            f"'{source.path}' has conversations, but the tokenizer is {tokenizer}, which has no chat template; name "
+            "the folder of a tokenizer with one"
+        )
+    files = {name: text for name, text in tokenizer_files(tokenizer).items() if name != TOKENIZER_FILE}
+    return xxhash.xxh3_128(json.dumps(files).encode()).hexdigest()
 
 
 def _begin(out: Path, made_from: dict[str, str]) -> None:
@@ -243,7 +266,8 @@ def _is_made(part: StorePart) -> bool:
     try:
         facts = json.loads((part.out / PART_NAME.format(part.number)).read_text(encoding="utf-8"))
         hasher = xxhash.xxh3_64()
-        for name in (TOKENS_NAME, DOCUMENTS_NAME):
+        names = (TOKENS_NAME, DOCUMENTS_NAME, *((WEIGHTS_NAME,) if part.pieces[0].loss_on else ()))
+        for name in names:
             with (part.out / name.format(part.number)).open("rb") as file:
                 while block := file.read(1 << 22):
                     hasher.update(block)
@@ -261,8 +285,29 @@ class EncodedPart(NamedTuple):
 
     # The ends of its documents as their file has them.
     ends: bytes
-    # Counts, and the digest of tokens and ends.
+    # The weights of its tokens as their file has them; empty if all are 1.
+    weights: bytes
+    # Counts, and the digest of tokens, ends and weights.
     facts: dict[str, Any]
+
+
+class Document(NamedTuple):
+    """A document of a store; without ids it is left out."""
+
+    ids: list[int]
+    text: str
+    # The bytes of its file of weights; None: it has none.
+    weights: np.ndarray | None = None
+
+
+def _documents(pieces: Sequence[SourcePiece], tokenizer: Tokenizer) -> Iterator[Document]:
+    if not pieces[0].loss_on:
+        for text in itertools.chain.from_iterable(map(read_documents, pieces)):
+            yield Document(tokenizer.encode_document(text), text)
+        return
+    for made in ChatEncoder(tokenizer).encode(pieces):
+        weights = made and made.weights * store.TRAINED + made.ends * store.TURN_END
+        yield Document(made.ids, made.text, weights) if made else Document([], "")
 
 
 def encode_part(pieces: Sequence[SourcePiece], tokenizer: Tokenizer, file: BinaryIO) -> EncodedPart:
@@ -270,20 +315,25 @@ def encode_part(pieces: Sequence[SourcePiece], tokenizer: Tokenizer, file: Binar
     hasher = xxhash.xxh3_64()
     dtype, ends, bytes_, tokens = np.dtype(_dtype(tokenizer)).newbyteorder("<"), [], 0, 0
     left_out = replaced = 0
-    for text in itertools.chain.from_iterable(map(read_documents, pieces)):
-        ids = tokenizer.encode_document(text)
+    weights = list[np.ndarray]()
+    for ids, text, given in _documents(pieces, tokenizer):
         raw = np.asarray(ids, dtype).tobytes()
         hasher.update(raw)
         file.write(raw)
         tokens += len(ids)
         bytes_ += len(text.encode())
         ends += [tokens] * bool(ids)
+        weights += [] if given is None else [given]
         left_out += not ids
         replaced += REPLACEMENT in text
-    raw = np.asarray(ends, "<u8").tobytes()
+    raw, loss = np.asarray(ends, "<u8").tobytes(), b"".join(one.tobytes() for one in weights)
     hasher.update(raw)
+    hasher.update(loss)
     facts = {"tokens": tokens, "documents": len(ends), "bytes": bytes_, "digest": hasher.hexdigest()}
-    return EncodedPart(raw, facts | {"rows_left_out": left_out, "documents_replaced": replaced})
+    facts |= {"rows_left_out": left_out, "documents_replaced": replaced}
+    if pieces[0].loss_on:
+        facts["trained"] = sum(int((one & store.TRAINED).sum()) for one in weights)
+    return EncodedPart(raw, loss, facts)
 
 
 def write_part(part: StorePart, write_tokens: Callable[[BinaryIO], EncodedPart]) -> int:
@@ -296,6 +346,8 @@ def write_part(part: StorePart, write_tokens: Callable[[BinaryIO], EncodedPart])
         with (part.out / TOKENS_NAME.format(part.number)).open("wb") as file:
             encoded = write_tokens(file)
         (part.out / DOCUMENTS_NAME.format(part.number)).write_bytes(encoded.ends)
+        if part.pieces[0].loss_on:
+            (part.out / WEIGHTS_NAME.format(part.number)).write_bytes(encoded.weights)
         write_whole(part.out / PART_NAME.format(part.number), json.dumps(encoded.facts))
     except OSError as error:
         # For a full disk, Python does not name the file.

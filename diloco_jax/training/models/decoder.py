@@ -114,7 +114,8 @@ class Decoder(nnx.Module):
         """Return the mean cross-entropy in nats per token of tokens[:, 1:] given tokens[:, :-1], and layers' metrics.
 
         With `segments` in the batch, a token is predicted only from earlier tokens of its segment. The first token of a
-        segment and all tokens of segment 0 are not predicted. The metric `weight` is the number of predicted tokens.
+        segment and all tokens of segment 0 are not predicted. With `weights` in the batch, the mean is weighted by the
+        weight of each predicted token. The metric `weight` is the sum of the weights.
         The balance of a mixture enters only the gradient, so that losses of different models can be compared.
         """
         table = self._table() if self.config.lookup == "gather" else None
@@ -130,11 +131,16 @@ class Decoder(nnx.Module):
         return loss, metrics
 
     def weights(self, batch: Batch) -> Float[Array, "b t"] | None:
-        """Return the weights of the predictions of tokens[:, 1:] in the loss, 0 or 1; None if all are 1."""
-        segments = batch.get("segments")
+        """Return the weights of the predictions of tokens[:, 1:] in the loss; None if all are 1.
+
+        They are the array `weights` of the batch, where there is one, and 0 where `segments` has no prediction.
+        """
+        segments, given = batch.get("segments"), batch.get("weights")
+        weights = None if given is None else given[:, 1:].astype(jnp.float32)
         if segments is None:
-            return None
-        return ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)).astype(jnp.float32)
+            return weights
+        within = ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)).astype(jnp.float32)
+        return within if weights is None else within * weights
 
     def inputs(self, batch: Batch, table: Float[Array, "v d"] | None = None) -> Inputs:
         """Return the input of the layers for the `tokens` of a batch, and for its `segments` if it has any.

@@ -85,7 +85,8 @@ def cross_entropy(
 def _mean(losses: Float[Array, "b t"], weights: Float[Array, "b t"] | None) -> Float[Array, ""]:
     if weights is None:
         return jnp.mean(losses)
-    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1)
+    total = jnp.sum(weights)
+    return jnp.sum(losses * weights) / jnp.where(total > 0, total, 1.0)
 
 
 def chunked_cross_entropy(

@@ -1,0 +1,47 @@
+"""Rows of chat data as tokens with weights, for token stores."""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+from diloco_jax.training.data.chat.rows import read_row, without_nulls
+from diloco_jax.training.data.chat.template import ChatTemplate, open_template
+from diloco_jax.training.data.chat.turns import Completion, Encoded, encode_completion, encode_conversation
+from diloco_jax.training.data.config import LossOn
+from diloco_jax.training.data.documents import SourcePiece, read_values
+from diloco_jax.training.data.tokenizer import Tokenizer
+
+# Formats whose rows have all keys of all rows, with null where a row does not have one.
+TABLES = ("parquet", "arrow")
+
+
+class ChatEncoder:
+    """Encodes rows with the chat template of a tokenizer, which it opens for the first row with messages."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return open_template(self._tokenizer.folder)
+
+    def encode(self, pieces: Sequence[SourcePiece]) -> Iterator[Encoded | None]:
+        """Yield each row of some pieces; None for one without anything to train on.
+
+        Raises:
+          ValueError: a row cannot be read, or its template refuses it; the message names the row.
+        """
+        for piece in pieces:
+            loss_on = cast(LossOn, piece.loss_on)
+
+            def parse(row: Any, piece: SourcePiece = piece, loss_on: LossOn = loss_on) -> Encoded | None:
+                row = json.loads(row) if isinstance(row, bytes) else row
+                row = without_nulls(row) if piece.format in TABLES else row
+                found = read_row(row, piece.field)
+                if isinstance(found, Completion):
+                    return encode_completion(found, self._tokenizer, loss_on)
+                made = found and encode_conversation(found, self._template, self._tokenizer, loss_on)
+                return made if made and made.weights.any() else None
+
+            yield from read_values(piece, parse)
