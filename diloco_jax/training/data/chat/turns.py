@@ -253,9 +253,12 @@ def _with_text(part: Any, enclose: Callable[[str], str]) -> Any:
 
 
 def _with_name(call: Any, enclose: Callable[[str], str]) -> Any:
-    """Return the call of a tool with marks around the name of its function."""
+    """Return the call of a tool with marks around the name of its function, which has one of two places."""
     if not isinstance(call, dict):
         return call
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _with_name(call["function"], enclose)}
-    return {**call, "name": enclose(call["name"])} if isinstance(call.get("name"), str) else call
+    found = dict(call)
+    if "function" in call:
+        found["function"] = _with_name(call["function"], enclose)
+    if isinstance(name := call.get("name"), str):
+        found["name"] = enclose(name)
+    return found
