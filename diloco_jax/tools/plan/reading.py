@@ -6,7 +6,7 @@ import numpy as np
 
 from diloco_jax.runtime.model.evaluation import run_source
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.data.chat.packing import Conversations, Weighted
+from diloco_jax.training.chat.packing import Conversations, Weighted
 from diloco_jax.training.data.corpus import Source
 from diloco_jax.training.data.mixture import Samples
 from diloco_jax.training.data.order import SampleOrder

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from jaxtyping import Integer
 
-from diloco_jax.training.data.chat.packing import Weighted, pack_conversations
+from diloco_jax.training.chat.packing import Weighted, pack_conversations
 from diloco_jax.training.data.config import PLAIN, STDLIB, DataConfig, SourceConfig
 from diloco_jax.training.data.documents import MESSAGES, TEXT, TextSource
 from diloco_jax.training.data.image_store import (

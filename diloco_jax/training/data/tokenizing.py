@@ -21,7 +21,6 @@ import numpy as np
 import xxhash
 
 from diloco_jax.training.data import store
-from diloco_jax.training.data.chat.encoder import ChatEncoder
 from diloco_jax.training.data.documents import (
     PIECE_BYTES,
     REPLACEMENT,
@@ -305,6 +304,9 @@ def _documents(pieces: Sequence[SourcePiece], tokenizer: Tokenizer) -> Iterator[
         for text in itertools.chain.from_iterable(map(read_documents, pieces)):
             yield Document(tokenizer.encode_document(text), text)
         return
+    # Jinja2 takes long to import, and only conversations need it.
+    from diloco_jax.training.chat.encoder import ChatEncoder
+
     for made in ChatEncoder(tokenizer).encode(pieces):
         weights = made and made.weights * store.TRAINED + made.ends * store.TURN_END
         yield Document(made.ids, made.text, weights) if made else Document([], "")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diloco_jax.training.data.chat.packing import pack_conversations
+from diloco_jax.training.chat.packing import pack_conversations
 from diloco_jax.training.data.config import DataConfig, SourceConfig
 from diloco_jax.training.data.corpus import load_source, tokenizer_of
 from diloco_jax.training.data.documents import TextSource

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_jax.training.data.chat import template as chat_template
-from diloco_jax.training.data.chat.rows import read_row
-from diloco_jax.training.data.chat.template import DAY, ChatTemplate, open_template
-from diloco_jax.training.data.chat.turns import (
+from diloco_jax.training.chat import template as chat_template
+from diloco_jax.training.chat.rows import read_row
+from diloco_jax.training.chat.template import DAY, ChatTemplate, open_template
+from diloco_jax.training.chat.turns import (
     OPEN,
     Completion,
     Conversation,

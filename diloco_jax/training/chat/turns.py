@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from diloco_jax.training.data.chat.template import THOUGHTS, ChatTemplate, Message
+from diloco_jax.training.chat.template import THOUGHTS, ChatTemplate, Message
 from diloco_jax.training.data.config import LossOn
 from diloco_jax.training.data.tokenizer import Tokenizer
 

@@ -25,7 +25,7 @@ Message = dict[str, Any]
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 # The settings with special tokens that a template may write.
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-# The names of a thought, of which templates read one or the other.
+# The names of a thought; a template reads one of them.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # A template may mark what the assistant writes; this variable has the texts that stand for such a mark.
 MARKS = "diloco_marks"

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, cast
 
-from diloco_jax.training.data.chat.rows import read_row, without_nulls
-from diloco_jax.training.data.chat.template import ChatTemplate, open_template
-from diloco_jax.training.data.chat.turns import Completion, Encoded, encode_completion, encode_conversation
+from diloco_jax.training.chat.rows import read_row, without_nulls
+from diloco_jax.training.chat.template import ChatTemplate, open_template
+from diloco_jax.training.chat.turns import Completion, Encoded, encode_completion, encode_conversation
 from diloco_jax.training.data.config import LossOn
 from diloco_jax.training.data.documents import SourcePiece, read_values
 from diloco_jax.training.data.tokenizer import Tokenizer

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from diloco_jax.training.data.chat.template import Message
-from diloco_jax.training.data.chat.turns import ASSISTANT, Completion, Conversation
+from diloco_jax.training.chat.template import Message
+from diloco_jax.training.chat.turns import ASSISTANT, Completion, Conversation
 from diloco_jax.training.data.documents import COMPLETION, HALVES, OPTIONS, PROMPT, REPLACEMENT, TOOLS
 
 

@@ -1,4 +1,4 @@
-"""Samples of whole conversations: as many as fit, each a segment of its own, and padding at the end.
+"""Samples of whole conversations: as many as fit, each in a separate segment, and padding at the end.
 
 A conversation that is longer than a sample is cut behind the last turn of the assistant that fits. What follows is left
 out, since without the beginning it would be another conversation. One whose first turn does not fit is left out whole.
