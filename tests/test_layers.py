@@ -119,6 +119,7 @@ HEAVY = {
     "diloco_jax.training.models.attention": "jax.experimental.pallas.ops.tpu.splash_attention",
     "diloco_jax.training.data.mixture": "grain",
     "diloco_jax.training.data.corpus": "diloco_jax.training.data.next_fit",
+    "diloco_jax.training.data.tokenizing": "diloco_jax.training.chat.encoder",
     "diloco_jax.training.base": _WEIGHTS,
     "diloco_jax.runtime.model.evaluation": _WEIGHTS,
     "diloco_jax.runtime.syncer.machine_alarms": _CERTIFICATES,
