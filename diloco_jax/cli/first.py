@@ -4,12 +4,11 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import load_config, show
 from diloco_jax.settings.packed import packed
-from diloco_jax.training.data.config import LossOn
 
 # For each shell, a function that offers packaged configs and files.
 CONFIGS = {
@@ -102,7 +101,7 @@ def _tokenize_options(parser: Parser) -> None:
     )
     parser.add_argument(
         "--loss-on",
-        choices=get_args(LossOn),
+        choices=("completion", "last", "all"),
         help="with --chat: train on the assistant's turns (completion, the default), the last one, or all tokens",
     )
     parser.add_argument("--patterns", nargs="+", default=["*"], help="names of files to read in a folder, such as *.py")
