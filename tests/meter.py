@@ -134,7 +134,7 @@ class Meter:
             output: dict[str, Any] = self.config.workeroutput  # type: ignore[attr-defined]
             output["meter"] = [self.collection, self.paces, dict(self.left_out), sorted(self.missing)]
 
-    # The environments of other trainers have no pytest-xdist, to which this hook belongs.
+    # This hook is part of pytest-xdist, which the environments of other trainers do not have.
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         collection_s, paces, left_out, missing = getattr(node, "workeroutput", {}).get("meter", (0.0, [], {}, []))
