@@ -134,6 +134,8 @@ class Meter:
             output: dict[str, Any] = self.config.workeroutput  # type: ignore[attr-defined]
             output["meter"] = [self.collection, self.paces, dict(self.left_out), sorted(self.missing)]
 
+    # This hook is part of pytest-xdist, which the environments of other trainers do not have.
+    @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         collection_s, paces, left_out, missing = getattr(node, "workeroutput", {}).get("meter", (0.0, [], {}, []))
         self.collection += collection_s

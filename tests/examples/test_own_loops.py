@@ -40,6 +40,7 @@ LOOPS = {
     "equinox_loop": ("examples", 1, 74_112),
     "haiku_loop": ("examples", 1, 74_112),
     "lora_loop": ("", 2, 7_424),
+    "dpo_loop": ("", 2, 17_504),
     "torch_loop": ("parity", 2, 74_112),
     "hf_trainer": ("parity", 2, 74_112),
     "lightning_trainer": ("parity", 2, 74_112),
@@ -49,6 +50,8 @@ LOOPS = {
 }
 # The others are trees of arrays, too, as that of the optax loop. PyTorch and loaders have separate real runs in CI.
 LONG = ("nnx_loop", "keras_fit")
+# Separate tests run these: the one at the end of this file, and test_dpo.py.
+APART = ("optax_loop", "dpo_loop")
 
 
 def row(example: str) -> Any:
@@ -133,7 +136,7 @@ def public_model(folder: Path) -> Path:
     return folder / "public"
 
 
-@pytest.mark.parametrize("example", [row(name) for name in LOOPS if name != "optax_loop"])
+@pytest.mark.parametrize("example", [row(name) for name in LOOPS if name not in APART])
 def test_an_example_is_an_island(example: str, tmp_path: Path) -> None:
     _, count, parameters = LOOPS[example]
     alike: dict[str, Any] = {"islands": {"count": count, "devices": 1}}

@@ -1,4 +1,4 @@
-"""Real trainers of google-tunix as islands of real runs: docs/examples/tunix_sft.py, full and with LoRA."""
+"""Real trainers of google-tunix as islands of real runs: tunix_sft.py and tunix_dpo.py of docs/examples."""
 
 import json
 import os
@@ -25,6 +25,8 @@ EXAMPLE = ROOT / "docs" / "examples" / "tunix_sft.py"
 NAMES = ("island-0", "island-1")
 # The example's model.
 NUM_PARAMETERS = 90_496
+# The model of tunix_dpo.py.
+NUM_PREFERENCE = 17_536
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +92,7 @@ def written(folder: Path, name: str) -> dict[str, np.ndarray]:
 def full(folder: Path) -> Path:
     """A run that trains all parameters; island-1 is killed in it, and returns."""
     run_dir = folder / "full"
-    program = [tunix_python(), ROOT / "tests" / "tunix" / "paced_sft.py"]
+    program = [tunix_python(), Path(__file__).with_name("paced_sft.py")]
     path = config(folder, "full", program, 1200, snapshot_every=20)
     process = start("train", path, "--quiet", "--run-dir", run_dir, step_s=0.1)
     both = lambda: sum(len(each) == 2 for each in members(run_dir))  # noqa: E731
@@ -161,6 +163,26 @@ def test_two_islands_with_adapters_merge(full: Path, folder: Path) -> None:
     )
 
 
+def test_two_islands_of_a_preference_trainer_merge(folder: Path) -> None:
+    run_dir = folder / "dpo"
+    path = config(folder, "dpo", [tunix_python(), EXAMPLE.with_name("tunix_dpo.py")], 100, quorum=2, snapshot_every=50)
+    summary = ended(start("train", path, "--quiet", "--run-dir", run_dir), run_dir)
+    assert members(run_dir) == [list(NAMES)] * 100, "every merge has both islands"
+    snapshot, _ = load_parameters(complete(run_dir / "checkpoints")[0])
+    # The policy of one layer; its reference has the same size and is not exchanged.
+    assert summary["num_parameters"] == sum(value.size for value in snapshot.values()) == NUM_PREFERENCE
+    for name in NAMES:
+        reported = losses(run_dir, name)
+        # It starts as the reference: with margin zero, and so with a loss of log 2.
+        np.testing.assert_allclose(reported[0], np.log(2), rtol=1e-5)
+        assert reported[-1] < 0.2
+        found = written(folder, name)
+        for tensor, value in snapshot.items():
+            np.testing.assert_array_equal(found[tensor], value, err_msg=tensor)
+    assert evaluations(run_dir)[-1] < 0.1
+    print("dpo:", evaluations(run_dir), {name: len(losses(run_dir, name)) for name in NAMES})
+
+
 def test_a_real_trainer_in_its_own_process(tmp_path: Path) -> None:
     """The tests of inside.py, with real trainers, hooks and checkpoints of tunix."""
     python = tunix_python()
@@ -173,7 +195,7 @@ def test_a_real_trainer_in_its_own_process(tmp_path: Path) -> None:
         "no:cacheprovider",
         "-W",
         "ignore",
-        ROOT / "tests" / "tunix" / "inside.py",
+        Path(__file__).with_name("inside.py"),
     ]
     done = subprocess.run([str(word) for word in words], cwd=ROOT, capture_output=True, text=True, timeout=SLOW_HANGS_S)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
