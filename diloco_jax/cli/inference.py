@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.tools.inference.language import Language
+    from diloco_jax.tools.inference.writer import Writing
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 # Other temperatures overflow float32.
@@ -91,7 +92,12 @@ def _ask(arguments: argparse.Namespace) -> int:
 def _sample_options(parser: Parser) -> None:
     parser.takes_json()
     parser.add_argument("run", help="folder of the run; or a config, for the model that its run would start with")
-    parser.add_argument("--prompt", help="text to continue; default: the start of a line, or nothing with --image")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        help="text to continue; several --prompt are continued at once; default: the start of a line, or nothing with "
+        "--image",
+    )
     parser.add_argument(
         "--image",
         nargs="+",
@@ -113,39 +119,68 @@ def _sample_options(parser: Parser) -> None:
         default=1.0,
         help="draw from the likeliest tokens that together have this probability; default: 1, all",
     )
+    parser.add_argument("--top-k", type=int, default=0, help="draw from this number of likeliest tokens; default: all")
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="draw from the tokens that have at least this share of the likeliest one's probability; default: all",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws; default: 0")
 
 
 @command("sample", "Print text from the global model of a run.", _sample_options)
 def sample(arguments: argparse.Namespace) -> int:
     """Print text from the newest checkpoint, token by token."""
-    from diloco_jax.tools.inference.language import Writing
-
-    how = Writing(arguments.temperature, arguments.top_p, arguments.seed)
+    how = _writing(arguments)
     images = [Path(name) for name in arguments.image]
-    prompt = ("" if images else PROMPT) if arguments.prompt is None else arguments.prompt
-    cold_or_hot = not (how.temperature == 0 or TEMPERATURES[0] <= how.temperature <= TEMPERATURES[1])
-    if arguments.tokens < 1 or cold_or_hot or not 0 < how.top_p <= 1 or not (prompt or images):
-        raise ValueError(
-            f"--tokens is {arguments.tokens}, --temperature {how.temperature:g}, --top-p {how.top_p:g}, --prompt "
-            f"{prompt!r}; use at least one token, a temperature of 0 or from {TEMPERATURES[0]:g} to "
-            f"{TEMPERATURES[1]:g}, a probability above 0 and at most 1, and a prompt of at least one character"
-        )
-    if not 0 <= how.seed < 2**31:
-        raise ValueError(f"--seed is {how.seed}; it must be in [0, 2^31)")
+    prompts = arguments.prompt or [("" if images else PROMPT)]
+    if not all(prompts) and not images:
+        raise ValueError("--prompt is ''; use a prompt of at least one character")
+    if len(prompts) > 1 and images:
+        raise ValueError(f"there are {len(prompts)} --prompt with --image; give one prompt, or leave the images out")
     language, step = _language(arguments.run)
-    pieces = map(_harmless, language.write(prompt, arguments.tokens, how, images))
-    if arguments.json:
-        show(arguments, {"prompt": prompt, "text": "".join(pieces), "global_step": step}, str)
+    if len(prompts) > 1:
+        texts = [_harmless(text) for text in language.write_all(prompts, arguments.tokens, how)]
+        rows = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        told = "\n\n".join(row["prompt"] + row["text"] for row in rows)
+        show(arguments, {"texts": rows, "global_step": step}, lambda _: told)
         return 0
-    for piece in chain([prompt], pieces, ["\n"]):
+    pieces = map(_harmless, language.write(prompts[0], arguments.tokens, how, images))
+    if arguments.json:
+        show(arguments, {"prompt": prompts[0], "text": "".join(pieces), "global_step": step}, str)
+        return 0
+    for piece in chain([prompts[0]], pieces, ["\n"]):
         print(piece, end="", flush=True)
     return 0
 
 
+def _writing(arguments: argparse.Namespace) -> Writing:
+    """Return the options for drawing tokens; ValueError if one is out of range."""
+    from diloco_jax.tools.inference.writer import Writing
+
+    how = Writing(arguments.temperature, arguments.top_p, arguments.seed, arguments.top_k, arguments.min_p)
+    cold_or_hot = not (how.temperature == 0 or TEMPERATURES[0] <= how.temperature <= TEMPERATURES[1])
+    if arguments.tokens < 1 or cold_or_hot or not 0 < how.top_p <= 1:
+        raise ValueError(
+            f"--tokens is {arguments.tokens}, --temperature {how.temperature:g}, --top-p {how.top_p:g}; use at least "
+            f"one token, a temperature of 0 or from {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}, and a probability "
+            "above 0 and at most 1"
+        )
+    if how.top_k < 0 or not 0 <= how.min_p <= 1:
+        raise ValueError(
+            f"--top-k is {how.top_k}, --min-p {how.min_p:g}; use a number of tokens of at least 0, and a share from 0 "
+            "to 1"
+        )
+    if not 0 <= how.seed < 2**31:
+        raise ValueError(f"--seed is {how.seed}; it must be in [0, 2^31)")
+    return how
+
+
 def written(run: Path, count: int) -> str:
     """Let the newest checkpoint of a run write `count` tokens; return the text, "" if it is not of text alone."""
-    from diloco_jax.tools.inference.language import Language, Writing
+    from diloco_jax.tools.inference.language import Language
+    from diloco_jax.tools.inference.writer import Writing
 
     try:
         config, parameters, _ = _newest(str(run))

@@ -14,7 +14,8 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from diloco_jax.tools.inference.language import Language, Row, Writing
+from diloco_jax.tools.inference.language import Language, Row
+from diloco_jax.tools.inference.writer import Writing
 
 # Resamples for the standard errors of metrics without a formula.
 RESAMPLES = 1000
@@ -55,16 +56,24 @@ class Harness(TemplateLM):
         return [sum(said[start:end]) for start, end in pairwise(ends)]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        answers = []
-        for request in requests:
-            prompt, how = request.args[0], normalize_gen_kwargs(request.args[1], TOKENS)
-            text, stops = "", [stop for stop in how["until"] if stop]
-            for piece in self._language.write(prompt, how["max_gen_toks"], Writing(how.get("temperature", 0.0))):
-                text += piece
-                if any(stop in text for stop in stops):
-                    break
-            answers.append(postprocess_generated_text(text, stops, None))
+        # Requests with equal options are written together.
+        groups = dict[tuple[Any, ...], list[int]]()
+        for row, request in enumerate(requests):
+            how = normalize_gen_kwargs(request.args[1], TOKENS)
+            stops = tuple(stop for stop in how["until"] if stop)
+            groups.setdefault((stops, how["max_gen_toks"], _writing(how)), []).append(row)
+        answers = [""] * len(requests)
+        for (stops, count, writing), rows in groups.items():
+            texts = self._language.write_all([requests[row].args[0] for row in rows], count, writing, stops)
+            for row, text in zip(rows, texts, strict=True):
+                answers[row] = postprocess_generated_text(text, list(stops), None)
         return answers
+
+
+def _writing(how: dict[str, Any]) -> Writing:
+    """Return the options of a task for drawing tokens; without `do_sample` the likeliest tokens are taken."""
+    top_k, min_p = int(how.get("top_k") or 0), float(how.get("min_p") or 0.0)
+    return Writing(how.get("temperature", 0.0), float(how.get("top_p") or 1.0), top_k=top_k, min_p=min_p)
 
 
 def ask_tasks(language: Language, tasks: Sequence[str], folder: Path | None, limit: int | None) -> Scores:

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from diloco_jax.training.models.attention import Seeing, attend, attend_to
-from diloco_jax.training.models.delta import DeltaCache, GatedDelta, empty_state
+from diloco_jax.training.models.cache import Cache, KeyCache, append, fill, seen_slots
+from diloco_jax.training.models.delta import DeltaCache, GatedDelta
 from diloco_jax.training.models.layers import ACTIVATIONS, Linear, glu, keep, make_norm, unit_norm, vector
 from diloco_jax.training.models.mixture import BIAS_AXES, IN_AXES, OUT_AXES, ROUTER_AXES, Biases, Experts, mixture
 from diloco_jax.training.models.options import DecoderConfig
@@ -28,9 +29,6 @@ from diloco_jax.training.state import Metrics
 
 # Keys and values of tokens; kinds of layers differ in the number and width of heads.
 KeysValues = tuple[Float[Array, "b _s _k _h"], Float[Array, "b _s _k _h"]]
-# The keys and values of a layer's latest C tokens, or the state of a delta layer; empty if the layer uses the keys and
-# values of another one.
-Cache = tuple[Float[Array, "*layers b _c _k _h"], Float[Array, "*layers b _c _k _h"]] | tuple[()] | DeltaCache
 
 
 class Places(NamedTuple):
@@ -44,6 +42,10 @@ class Places(NamedTuple):
     images: Int32[Array, "b t"] | None = None
     # The number of tokens of a sequence that a cache receives in parts; 0: the tokens are the whole sequence.
     length: int = 0
+    # The real tokens of each padded prompt that fills a cache.
+    lengths: Int32[Array, " b"] | None = None
+    # The column of the one new token of each text, whose earlier tokens a cache has.
+    column: Int32[Array, ""] | None = None
 
     def all_positions(self, length: int) -> Int32[Array, "b t"]:
         """Return the positions of `length` tokens, also where they are 0, 1, 2, ..."""
@@ -74,16 +76,6 @@ class Layer(NamedTuple):
 def block_norm(c: DecoderConfig, width: int, rngs: nnx.Rngs) -> Callable[[Array], Array]:
     """Return a norm with the decoder's options."""
     return make_norm(width, c.norm_epsilon, c.dtype, offset=c.norm_offset, rngs=rngs)
-
-
-def empty_cache(c: DecoderConfig, length: int) -> Cache:
-    """Return the cache of a layer with these options, for one text."""
-    if c.mixer == "delta":
-        return empty_state(c, 1)
-    if c.kv_from:
-        return ()
-    empty = jnp.zeros((1, length, c.num_kv_heads, c.head_dim), c.dtype)
-    return empty, empty
 
 
 class Block(nnx.Module):
@@ -170,8 +162,8 @@ class Block(nnx.Module):
         Args:
           kv: keys and values of an earlier layer, for a layer that computes none.
           vectors: the tokens' vectors for this layer, for a model with per-layer embeddings.
-          cache: the keys and values of earlier tokens, or the state after them; the layer adds the new tokens. The
-            cache must be empty unless there is only one new token.
+          cache: the keys and values of earlier tokens, or the state after them; the layer adds the new tokens. Either
+            the cache is empty and `places` has the lengths of prompts, or it has the column of one new token.
         """
         c = self.config
         y = x if self.norm_attention is None else self.norm_attention(x)
@@ -228,27 +220,28 @@ class Block(nnx.Module):
         return mixture(y, logits, experts, self.config)
 
     def _attention(
-        self, y: Float[Array, "b t d"], places: Places, kv: KeysValues | None, cache: KeysValues | tuple[()] | None
-    ) -> tuple[Float[Array, "b t d"], KeysValues, KeysValues | tuple[()] | None]:
+        self, y: Float[Array, "b t d"], places: Places, kv: KeysValues | None, cache: KeyCache | tuple[()] | None
+    ) -> tuple[Float[Array, "b t d"], KeysValues, KeyCache | tuple[()] | None]:
         """Return the result of attention, the keys and values that the queries saw, and the cache."""
         c = self.config
         q, gate = self._queries(y, places)
-        own = self._keys_values(y, places) if not c.kv_from else None
-        one_more = cache is not None and y.shape[1] == 1
-        if own is not None and cache:
-            at = places.positions
-            assert at is not None, "tokens for a cache have positions"
-            slots = at[0] % cache[0].shape[1]
-            cache = (cache[0].at[:, slots].set(own[0]), cache[1].at[:, slots].set(own[1]))
-            kv = cache if one_more else own
-        kv = kv if own is None or one_more else own
+        if not c.kv_from:
+            kv = self._keys_values(y, places)
         assert kv is not None, "a layer without keys gets those of an earlier layer"
+        if cache and places.column is not None:
+            cache = append(cache, *kv, places.column)
+            kv = (cache.keys.transpose(0, 2, 1, 3), cache.values.transpose(0, 2, 1, 3))
+        elif cache:
+            assert places.lengths is not None, "prompts that fill a cache have lengths"
+            cache = fill(cache, *kv, places.lengths)
         sinks = None if self.sinks is None else self.sinks[...]
         rules = Seeing(c.attention_width or c.head_dim, c.attention_cap, c.window, c.splash_block)
-        if one_more:
-            mixed = attend_to(q, *kv, _seen_in_cache(places, kv[0].shape[1], c.window), rules, sinks)
-        else:
+        if places.column is None:
             mixed = self.mix(q, *kv, rules, places, sinks)
+        else:
+            assert places.positions is not None, "a new token has a position"
+            seen = seen_slots(kv[0].shape[1], places.column, places.positions, c.window)
+            mixed = attend_to(q, *kv, seen, rules, sinks)
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(gate)
         return keep(self.out(mixed.reshape(*y.shape[:2], -1)), "out"), kv, cache
@@ -306,11 +299,3 @@ class Block(nnx.Module):
 
 def _scaled(y: Float[Array, "*b d"], factor: float) -> Float[Array, "*b d"]:
     return y if factor == 1 else y * factor
-
-
-def _seen_in_cache(places: Places, length: int, window: int) -> Bool[Array, "b 1 s"]:
-    """Return the tokens of a cache of `length` tokens that one new token sees; the cache already has the new token."""
-    at = places.positions
-    assert at is not None, "tokens for a cache have positions"
-    distance = (at - jnp.arange(length)[None]) % length
-    return ((distance <= at) & (distance < (window or length)))[:, None]

@@ -8,6 +8,7 @@ Shapes: B batch, T length, D model width, V vocabulary, L layers, P width of per
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,28 +18,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32, Key, Shaped
 
-from diloco_jax.training.models.block import Block, Cache, KeysValues, Layer, Places, block_norm, empty_cache, places_of
+from diloco_jax.training.models.block import Block, KeysValues, Layer, Places, block_norm, places_of
+from diloco_jax.training.models.cache import Cache, Caches, cache_slots, empty_cache
 from diloco_jax.training.models.delta import DeltaCache
+from diloco_jax.training.models.drawing import Drawing, draw
 from diloco_jax.training.models.layers import Linear, checkpoint, soft_limit
 from diloco_jax.training.models.options import DecoderConfig, Period
 from diloco_jax.training.models.protocol import config_from_args
 from diloco_jax.training.models.vocabulary import TABLE_AXES, chunked_cross_entropy, cross_entropy, logits_of, look_up
 from diloco_jax.training.sharding import constrain, gather
 from diloco_jax.training.state import Batch, Metrics
-
-
-def draw_token(logits: Float[Array, " v"], key: Key[Array, ""], temperature: float, top_p: float) -> Int32[Array, ""]:
-    """Draw a token from logits; temperature and top_p as in `Decoder.generate`."""
-    if temperature == 0:
-        return jnp.argmax(logits).astype(jnp.int32)
-    logits = logits / temperature
-    if top_p < 1:
-        likeliest = jnp.sort(logits, descending=True)
-        share = jax.nn.softmax(likeliest)
-        # The likeliest tokens up to this one together reach the probability top_p.
-        last = jnp.sum(jnp.cumsum(share) - share < top_p) - 1
-        logits = jnp.where(logits >= likeliest[last], logits, -jnp.inf)
-    return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
 def _repeated(count: int, one: Array) -> Array:
@@ -215,6 +204,56 @@ class Decoder(nnx.Module):
             return chunked_cross_entropy(x, stored[...], labels, c.loss_chunk, c.logit_cap, weights)
         return cross_entropy(self._logits(x, table), labels, weights)
 
+    def prefill(
+        self,
+        tokens: Int32[Array, "b n"],
+        lengths: Int32[Array, " b"],
+        *,
+        size: int,
+        arrays: Batch = MappingProxyType({}),
+    ) -> tuple[Float[Array, "b v"], Caches]:
+        """Read prompts; return the logits of the token after each of them, and caches for `step`.
+
+        Args:
+          tokens: prompts with padding behind them.
+          lengths: the real tokens of each prompt, at least one.
+          size: the most tokens of a text that the caches keep; a layer with a window keeps no more than its window.
+          arrays: further arrays of a batch of the prompts, such as their images.
+
+        Raises:
+          ValueError: `size` is larger than `seq_len_max`.
+        """
+        self._check_length(size)
+        table = self._table()
+        x, places, vectors = self.inputs({"tokens": tokens, **arrays}, table)
+        empty = self._empty_caches(len(tokens), size)
+        real = None
+        # Attention is causal, but the state of a delta layer would see the padding behind a prompt.
+        if any(isinstance(cache, DeltaCache) for cache in empty):
+            real = (jnp.arange(tokens.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
+        # Padding is behind the prompts, so the positions of all of them are 0, 1, 2, ...
+        places = places._replace(segments=real, length=size, lengths=lengths)
+        x, _, caches = self._layers(x, places, vectors, empty)
+        x = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
+        return self._drawable_after(x, table), Caches(list(caches or []), jnp.max(lengths), lengths)
+
+    def step(self, tokens: Int32[Array, " b"], caches: Caches, *, size: int) -> tuple[Float[Array, "b v"], Caches]:
+        """Read one more token of each text; return the logits of the token after it, and the caches with it.
+
+        Args:
+          tokens: ids.
+          caches: the result of `prefill` or of `step`; beyond `size` tokens, they lose the oldest ones.
+          size: that of `prefill`.
+        """
+        table = self._table()
+        x, places, vectors = self.inputs({"tokens": tokens[:, None]}, table)
+        places = places._replace(positions=caches.lengths[:, None], length=size, column=caches.column)
+        x, _, layers = self._layers(x, places, vectors, caches.layers)
+        return self._drawable_after(x, table), Caches(list(layers or []), caches.column + 1, caches.lengths + 1)
+
+    def _drawable_after(self, x: Float[Array, "b 1 d"], table: Float[Array, "v d"]) -> Float[Array, "b v"]:
+        return self.drawable(self._logits(self.norm_final(x), table)[:, 0])
+
     def generate(
         self,
         prompt: Int32[Array, " n"],
@@ -225,10 +264,12 @@ class Decoder(nnx.Module):
         context: int,
         temperature: float,
         top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
         ids: int,
         arrays: Batch = MappingProxyType({}),
     ) -> Int32[Array, " count"]:
-        """Continue a text token by token, with a cache of keys and values (or states) of earlier tokens.
+        """Continue a text token by token; `prefill` and `step` do the same for several texts and with caches that stay.
 
         Args:
           prompt: at least one token; only its last `context` tokens are read.
@@ -237,38 +278,50 @@ class Decoder(nnx.Module):
           length: number of real tokens if the prompt is padded, so that one program serves many lengths; the padded
             prompt then has at most `context` tokens. None: the prompt is not padded.
           context: number of latest tokens that a layer may see, at most seq_len_max.
-          temperature: divides the logits; at 0 the likeliest token is taken.
-          top_p: tokens are drawn from the likeliest ones that together have this probability; 1 = from all.
+          temperature, top_k, top_p, min_p: as in `Drawing`.
           ids: only tokens with smaller ids are drawn.
           arrays: further arrays of a batch of the prompt alone, such as its images.
         """
-        table, prompt = self._table(), prompt[-context:]
-        kept, beginning = min(context, len(prompt) + count), len(prompt) if length is None else length
-        self._check_length(kept)
-        caches = self._empty_caches(kept)
-        has_state = any(isinstance(cache, DeltaCache) for cache in caches)
+        prompt, how = prompt[-context:], Drawing(temperature, top_k, top_p, min_p)
+        size, begin = min(context, len(prompt) + count), len(prompt) if length is None else length
 
-        def read(
-            tokens: Array, positions: Array, caches: Any, last: int | Array = 0, arrays: Batch = MappingProxyType({})
-        ) -> tuple[Array, Any]:
-            x, places, vectors = self.inputs({"tokens": tokens[None], **arrays}, table)
-            # The state of a delta layer must not see the padding behind a prompt.
-            real = (jnp.arange(len(tokens), dtype=jnp.int32) <= last).astype(jnp.int32)[None] if has_state else None
-            places = places._replace(positions=positions[None], segments=real, length=kept)
-            x, _, caches = self._layers(x, places, vectors, caches)
-            x = jax.lax.dynamic_slice_in_dim(x, last, 1, axis=1)
-            return self.drawable(self._logits(self.norm_final(x), table)[0, 0, :ids]), caches
+        def add(state: tuple[Array, Caches], number: Array) -> tuple[tuple[Array, Caches], Array]:
+            token = draw(state[0][:, :ids], jax.random.fold_in(key, begin + number)[None], how)
+            return self.step(token, state[1], size=size), token[0]
 
-        def add(state: tuple[Array, Any], number: Array) -> tuple[tuple[Array, Any], Array]:
-            token = draw_token(state[0], jax.random.fold_in(key, beginning + number), temperature, top_p)
-            return read(token[None], (beginning + number)[None], state[1]), token
-
-        state = read(prompt, jnp.arange(len(prompt)), caches, beginning - 1, arrays)
+        state = self.prefill(prompt[None], jnp.asarray([begin], jnp.int32), size=size, arrays=arrays)
         return jax.lax.scan(add, state, jnp.arange(count))[1]
 
-    def drawable(self, logits: Float[Array, " v"]) -> Float[Array, " v"]:
+    def drawable(self, logits: Float[Array, "b v"]) -> Float[Array, "b v"]:
         """Return logits where tokens that the model may not write are -inf."""
         return logits
+
+    def unstack(self) -> None:
+        """Give each layer its own parameters, in the type of the computation, so that a step copies none of them.
+
+        Call this outside a program. A stack of layers is a loop, whose body gets a copy of a layer's parameters; the
+        copies would take longer than the computation of one token. The model computes the same numbers as before.
+        """
+        c, layers = self.config, dict[int, Block]()
+        blocks: list[Any] = [self.blocks] if isinstance(self.blocks, Block) else list(self.blocks)
+        self.blocks = nnx.List([])
+        for stack in reversed(c.stacks()):
+            block = blocks.pop()
+            if not stack.stacked:
+                layers[stack.layers[0]] = block
+                continue
+            graphdef, state = nnx.split(block)
+            leaves, tree = jax.tree.flatten(state)
+            del block, state
+            cut = list[list[Array]]()
+            # Each stacked array is freed when its layers are cut, so that memory holds the model about once.
+            while leaves:
+                leaf = leaves.pop()
+                cut.append([leaf[at] for at in range(len(stack.layers))])
+            for layer, values in zip(stack.layers, zip(*reversed(cut), strict=True), strict=True):
+                layers[layer] = nnx.merge(graphdef, jax.tree.unflatten(tree, values))
+        self.blocks = nnx.List([layers[layer] for layer in range(c.num_layers)])
+        self.config = replace(c, scan_layers=False)
 
     def _check_length(self, length: int) -> None:
         if length > self.config.seq_len_max:
@@ -284,11 +337,12 @@ class Decoder(nnx.Module):
         x = x if self.config.logit_scale == 1 else x * self.config.logit_scale
         return soft_limit(logits_of(x, self._table() if table is None else table), self.config.logit_cap)
 
-    def _empty_caches(self, length: int) -> list[Cache]:
-        """Return a cache of `length` tokens for each block; that of stacked layers has a leading axis of layers."""
+    def _empty_caches(self, batch: int, size: int) -> list[Cache]:
+        """Return a cache for each block; that of stacked layers has a leading axis of layers."""
         c, caches = self.config, list[Cache]()
         for stack in c.stacks():
-            cache = empty_cache(c.of_kind(c.kind(stack.layers[0])), length)
+            kind = c.kind(stack.layers[0])
+            cache = empty_cache(c.of_kind(kind), batch, cache_slots(c, kind, size))
             caches.append(jax.tree.map(partial(_repeated, len(stack.layers)), cache) if stack.stacked else cache)
         return caches
 
@@ -302,7 +356,7 @@ class Decoder(nnx.Module):
         """Apply all blocks; return the stream, the means of the layers' metrics, and the caches, one for each block."""
         c = self.config
         blocks = [self.blocks] if isinstance(self.blocks, Block) else list(self.blocks)
-        state = (x, self._no_keys(x, caches))
+        state = (x, self._no_keys(x, places))
         metrics, after, stacks, at = list[Any](), list[Cache](), c.stacks(), 0
         for period in c.periods():
             here = slice(at, at + len(period.kinds))
@@ -321,14 +375,13 @@ class Decoder(nnx.Module):
         }
         return state[0], means, None if caches is None else after
 
-    def _no_keys(self, x: Float[Array, "b t d"], caches: Sequence[Any] | None) -> dict[str, KeysValues]:
+    def _no_keys(self, x: Float[Array, "b t d"], places: Places) -> dict[str, KeysValues]:
         """Return zeros as the first keys and values of each kind of layers whose keys and values later layers use."""
-        found, length = dict[str, KeysValues](), x.shape[1]
-        if caches is not None and length == 1:
+        found, c = dict[str, KeysValues](), self.config
+        for kind in {c.of_kind(kind).kv_from for kind in c.kinds} - {""}:
+            options = c.of_kind(kind)
             # The queries of one new token see a whole cache.
-            length = max(cache[0].shape[-3] for cache in caches if cache and not isinstance(cache, DeltaCache))
-        for kind in {self.config.of_kind(kind).kv_from for kind in self.config.kinds} - {""}:
-            options = self.config.of_kind(kind)
+            length = x.shape[1] if places.column is None else cache_slots(c, kind, places.length)
             zeros = jnp.zeros((len(x), length, options.num_kv_heads, options.head_dim), x.dtype)
             found[kind] = (zeros, zeros)
         return found

@@ -146,6 +146,6 @@ class SeeingDecoder(Decoder):
         found = jnp.take_along_axis(soft, chosen[..., None], axis=1, mode="fill", fill_value=jnp.nan)
         return found, jnp.where(is_soft, chosen // length + 1, 0).astype(jnp.int32)
 
-    def drawable(self, logits: Float[Array, " v"]) -> Float[Array, " v"]:
+    def drawable(self, logits: Float[Array, "b v"]) -> Float[Array, "b v"]:
         """Return the logits with -inf for `image_token`, because the model cannot write an image."""
-        return jnp.where(jnp.arange(len(logits)) == self.config.image_token, -jnp.inf, logits)
+        return jnp.where(jnp.arange(logits.shape[1])[None] == self.config.image_token, -jnp.inf, logits)

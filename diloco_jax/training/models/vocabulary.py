@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from diloco_jax.training.models.layers import soft_limit
+from diloco_jax.training.models.layers import by_text, soft_limit
 from diloco_jax.training.sharding import constrain, current_layout, gather
 
 TABLE_AXES = ("vocab", "embed")
@@ -68,6 +68,8 @@ def look_up(table: Float[Array, "v d"], tokens: Int32[Array, "b t"], dtype: str)
 
 def logits_of(x: Float[Array, "b t d"], table: Float[Array, "v d"]) -> Float[Array, "b t v"]:
     """Return float32 logits, sharded over batch and vocabulary, from a gathered table."""
+    if by_text(x):
+        return jnp.stack([jnp.einsum("td,vd->tv", row, table, preferred_element_type=jnp.float32) for row in x])
     logits = jnp.einsum("btd,vd->btv", x, table, preferred_element_type=jnp.float32)
     return constrain(logits, "batch", None, "vocab")
 

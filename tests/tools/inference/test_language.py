@@ -16,7 +16,8 @@ import yaml
 
 from diloco_jax.cli import main as cli
 from diloco_jax.settings.text import parse
-from diloco_jax.tools.inference.language import Language, Writing
+from diloco_jax.tools.inference.language import Language
+from diloco_jax.tools.inference.writer import Writing
 from diloco_jax.training.convert.companions import stop_ids
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.data.tokenizer import open_tokenizer, train_tokenizer
@@ -70,13 +71,29 @@ def test_what_it_writes_is_likeliest_or_follows_the_seed(known: Text) -> None:
         return "".join(known.language.write("def ", count, Writing(temperature, top_p, seed)))
 
     expected = b"def "
-    for _ in range(26):  # over three pieces
-        expected += bytes([known.after(expected)[-1].argmax()])
-    assert b"\0" not in expected and text(count=26) == expected[4:].decode(errors="replace")
+    begin = 0
+    # The text needs four pieces, and its beginning is cut three times.
+    for _ in range(60):
+        # A text of more than the context loses its oldest quarter, and begins there.
+        if len(expected) - begin > CONTEXT:
+            begin = len(expected) - 30
+        expected += bytes([known.after(expected[begin:])[-1].argmax()])
+    assert b"\0" not in expected and text() == expected[4:].decode(errors="replace")
     assert text(2.0) == text(2.0) != text(2.0, seed=1)
     assert text(2.0, 1e-6) == text(2.0, 1e-6, seed=1) == text()
     with pytest.raises(ValueError, match="the prompt has no token"):
         next(known.language.write("", 3, Writing()))
+
+
+def test_texts_of_a_batch_are_those_of_each_prompt_alone(known: Text) -> None:
+    """Their lengths differ, and each is cut at its own times; the seed and the position decide each draw."""
+    prompts = ["a", "some text", "def " * 12, "x" * 39]
+    for how in (Writing(), Writing(1.5, 0.9, 3, top_k=20, min_p=0.02)):
+        alone = ["".join(known.language.write(prompt, 45, how)) for prompt in prompts]
+        assert known.language.write_all(prompts, 45, how) == alone
+    stop = alone[1][10:12]
+    found = known.language.write_all([list(b"some text"), "a"], 45, how, until=[stop])
+    assert found[0] == alone[1][: len(found[0])] and stop in found[0] and alone[0].startswith(found[1])
 
 
 @pytest.mark.parametrize(
@@ -161,6 +178,8 @@ def test_an_imported_model_writes_without_data_until_any_of_its_end_tokens(
         # The last token of the prompt is the first one of the answer.
         return jnp.asarray([*prompt[length - 1][None], *words, *stop, *stop * count])[:count]
 
+    # So it is a model that has only its own `generate`.
+    monkeypatch.setattr(Decoder, "prefill", None)
     monkeypatch.setattr(Decoder, "generate", generate)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["import", "model", "--out", "model.yaml"]) == 0

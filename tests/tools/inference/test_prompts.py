@@ -16,8 +16,8 @@ from diloco_jax.runtime.records.checkpoint import save_parameters
 from diloco_jax.runtime.records.files import CHECKPOINTS, CONFIG_FILE
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse
-from diloco_jax.tools.inference.language import Writing
 from diloco_jax.tools.inference.prompt import prompt_of
+from diloco_jax.tools.inference.writer import Writing
 from diloco_jax.training.data.images import cut_image
 from diloco_jax.training.data.tokenizer import open_tokenizer
 from diloco_jax.training.models.config import SEEING_DECODER
@@ -146,8 +146,8 @@ def test_what_cannot_be_seen_is_refused(
     ):
         with pytest.raises(ValueError, match=message):
             prompt_of(seen, tokenizer, text, given)
-    with pytest.raises(ValueError, match=r"has 8 tokens with its images, and 30 more .* leaves room for 37"):
-        next(known.language.write("x", 30, Writing(), files[:1]))
+    with pytest.raises(ValueError, match=r"has 8 tokens with its images, and 42 more .* leaves room for 49"):
+        next(known.language.write("x", 42, Writing(), files[:1]))
     # The command prints what is wrong. A config is the model that its run would start with.
     monkeypatch.setattr(Evaluator, "initial_parameters", lambda _: iter(known.parameters.items()))
     path = tmp_path / "run.yaml"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diloco_jax.training.models.decoder import Decoder, draw_token
+from diloco_jax.training.models.decoder import Decoder
 from diloco_jax.training.models.moe import MoeConfig, MoeDecoder
 from diloco_jax.training.models.options import DecoderConfig, periods_of
 from diloco_jax.training.models.protocol import GraphDef, config_from_args, join_model
@@ -364,9 +364,9 @@ def written(graphdef: GraphDef, params: Mapping[str, Any], prompt: Any, length: 
 @pytest.mark.parametrize(
     ("options", "scan"),
     [
-        (GEMMA, True), (LONGROPE, False), (KINDS, True), (SHARED, True), (MIXED, True), (DELTA, True),
+        (LONGROPE, False), (SHARED, True), (DELTA, True),
     ],
-    ids=["gemma", "longrope", "kinds", "shared", "mixed", "delta"],
+    ids=["longrope", "shared", "delta"],
 )  # fmt: skip
 def test_kept_keys_and_values_are_those_of_the_whole_text(options: dict[str, object], scan: bool) -> None:
     """Check it behind a padded prompt, whose padding is overwritten."""
@@ -375,13 +375,6 @@ def test_kept_keys_and_values_are_those_of_the_whole_text(options: dict[str, obj
     tokens = np.append(prompt, written(*(stacked(model, options) if scan else model), padded, np.int32(5)))
     logits = logits_of(model, np.stack([tokens, TOKENS[1]]))[0]
     np.testing.assert_array_equal(logits[4:-1].argmax(axis=-1), tokens[5:])
-
-
-def test_the_likeliest_tokens_are_drawn() -> None:
-    logits, keys = jnp.log(jnp.asarray([0.1, 0.4, 0.2, 0.3])), jax.random.split(jax.random.key(0), 200)
-    for top_p, may in ((0.4, {1}), (0.41, {1, 3}), (0.75, {1, 2, 3}), (1.0, {0, 1, 2, 3})):
-        draw = jax.jit(jax.vmap(lambda key, p=top_p: draw_token(logits, key, 1.0, p)))
-        assert {*np.asarray(draw(keys)).tolist()} == may
 
 
 def test_what_it_writes_is_what_its_logits_say() -> None:
