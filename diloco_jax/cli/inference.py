@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import run_config, show
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.tools.inference.language import Language
+
+Item = TypeVar("Item")
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 # Other temperatures overflow float32.
@@ -251,8 +253,8 @@ def export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def watch_parameters(parameters: Iterable[tuple[str, np.ndarray]], count: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the parameters; on a terminal a bar shows the progress."""
+def watch_parameters(parameters: Iterable[Item], count: int) -> Iterator[Item]:
+    """Yield the items of the parameters; on a terminal a bar shows the progress."""
     from rich.console import Console
     from rich.progress import Progress
 
