@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import run_config, show
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
     from diloco_jax.tools.inference.language import Language
     from diloco_jax.tools.inference.writer import Writing
+
+Item = TypeVar("Item")
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
 # Other temperatures overflow float32.
@@ -127,12 +131,23 @@ def _sample_options(parser: Parser) -> None:
         help="draw from the tokens that have at least this share of the likeliest one's probability; default: all",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws; default: 0")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="talk to the model in the text of its chat template: each --prompt is a user's turn; without any, each line "
+        "of the standard input",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the turn before the first one of the user")
 
 
 @command("sample", "Print text from the global model of a run.", _sample_options)
 def sample(arguments: argparse.Namespace) -> int:
     """Print text from the newest checkpoint, token by token."""
     how = _writing(arguments)
+    if arguments.system is not None and not arguments.chat:
+        raise ValueError(f"--system is {arguments.system!r}, which only a conversation has; add --chat, or remove it")
+    if arguments.chat:
+        return _talk(arguments, how)
     images = [Path(name) for name in arguments.image]
     prompts = arguments.prompt or [("" if images else PROMPT)]
     if not all(prompts) and not images:
@@ -153,6 +168,37 @@ def sample(arguments: argparse.Namespace) -> int:
     for piece in chain([prompts[0]], pieces, ["\n"]):
         print(piece, end="", flush=True)
     return 0
+
+
+def _talk(arguments: argparse.Namespace, how: Writing) -> int:
+    """Print the model's answers to the turns of a user."""
+    from diloco_jax.tools.inference.chat import Chat
+
+    if arguments.image:
+        raise ValueError("--image is not read in conversations; leave --chat or --image out")
+    language, step = _language(arguments.run)
+    chat = Chat(language, arguments.system or "")
+    shows = sys.stdin.isatty() and not arguments.json
+    for text in arguments.prompt or _lines(shows):
+        pieces = map(_harmless, chat.answer(text, arguments.tokens, how))
+        if arguments.json:
+            deque(pieces, maxlen=0)
+            continue
+        for piece in chain(pieces, ["\n"]):
+            print(piece, end="", flush=True)
+    if arguments.json:
+        show(arguments, {"messages": chat.messages, "global_step": step}, str)
+    return 0
+
+
+def _lines(shows: bool) -> Iterator[str]:
+    """Yield the lines of the standard input that have text; ask for each if a person writes them."""
+    while True:
+        print("> " * shows, end="", flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        if text := line.strip():
+            yield text
 
 
 def _writing(arguments: argparse.Namespace) -> Writing:
@@ -179,6 +225,7 @@ def _writing(arguments: argparse.Namespace) -> Writing:
 
 def written(run: Path, count: int) -> str:
     """Let the newest checkpoint of a run write `count` tokens; return the text, "" if it is not of text alone."""
+    from diloco_jax.tools.inference.chat import first_prompt
     from diloco_jax.tools.inference.language import Language
     from diloco_jax.tools.inference.writer import Writing
 
@@ -189,7 +236,10 @@ def written(run: Path, count: int) -> str:
         language = Language(config, parameters)
     except ValueError:
         return ""
-    return "".join(map(_harmless, language.write(PROMPT, count, Writing(TEMPERATURE))))
+    prompt = first_prompt(config) if config.data.with_chat else PROMPT
+    # A conversation makes no sense without the question.
+    begun = "" if isinstance(prompt, str) else language.tokenizer.decode(prompt)
+    return begun + "".join(map(_harmless, language.write(prompt, count, Writing(TEMPERATURE))))
 
 
 def _harmless(text: str) -> str:
@@ -286,8 +336,8 @@ def export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def watch_parameters(parameters: Iterable[tuple[str, np.ndarray]], count: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the parameters; on a terminal a bar shows the progress."""
+def watch_parameters(parameters: Iterable[Item], count: int) -> Iterator[Item]:
+    """Yield the items of the parameters; on a terminal a bar shows the progress."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -11,7 +11,7 @@ import os
 import shutil
 import zipfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,8 @@ OF_USE = (
 ATTEMPTS = 3
 
 log = logging.getLogger(__name__)
-# Passes on the given number of parameters and shows the progress.
-Watch = Callable[[Parameters, int], Parameters]
+# Passes on the given number of items, one for each parameter, and shows the progress.
+Watch = Callable[[Iterable[Any], int], Iterable[Any]]
 
 
 def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch, *, images: bool = False) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch, *, imag
     if not of_text:
         check_tokenizer(config)
     made = weights.check(config.model)
-    count = sum(map(lambda item: item[1].size, watch(weights.read(config.model), len(made))))
+    count = sum(watch(weights.check_values(config.model), len(made)))
     with out.open("x", encoding="utf-8") as file:
         file.write(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     return {"config": str(out), "module": model.module, "args": dict(config.model.args), "parameters": count}

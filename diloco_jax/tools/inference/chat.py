@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from diloco_jax.runtime.model.evaluation import run_source
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.tools.inference.language import Language, Writing
+from diloco_jax.tools.inference.language import Language
+from diloco_jax.tools.inference.writer import Writing
 from diloco_jax.training.chat.template import Message, open_template
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, WEIGHTS
 

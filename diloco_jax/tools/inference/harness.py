@@ -34,22 +34,46 @@ class Harness(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """Return the token that ends a text."""
+        return self._language.tokenizer.end or 0
+
+    @property
+    def prefix_token_id(self) -> int:
         """Return the token before a text that has no context."""
-        tokenizer = self._language.tokenizer
-        return [*tokenizer.encode(""), tokenizer.end or 0][0]
+        begin = self._language.tokenizer.begin
+        return self.eot_token_id if begin is None else begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        return self._language.tokenizer.encode(string, begin=add_special_tokens is not False)
+        """Return the ids of a text as lm-eval's backend for transformers does, without tokens behind the text.
+
+        With such tokens, an answer would follow the end of its context, and its first tokens would not be judged.
+
+        Args:
+          string: the text.
+          add_special_tokens: whether the tokens that the tokenizer puts before a text are included; by default they
+            are, unless the text itself starts with the begin token.
+        """
+        tokenizer = self._language.tokenizer
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(tokenizer.decode([self.prefix_token_id]))
+        return tokenizer.encode(string, begin=add_special_tokens)
 
     def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-        return self._language.likelihoods([(given, asked) for _, given, asked in requests])
+        for (context, answer), _, asked in requests:
+            if not asked:
+                raise ValueError(
+                    f"the answer {answer!r} has no separate token after {context!r}, because the tokenizer joins it "
+                    "with the context; start it with a space, or set target_delimiter in the task"
+                )
+        # A context of spaces alone has no tokens, because lm-eval moves its spaces to the answer.
+        return self._language.likelihoods([(given or [self.prefix_token_id], asked) for _, given, asked in requests])
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         rows: list[Row] = []
         ends = [0]
         for request in requests:
-            ids = self.tok_encode(request.args[0], add_special_tokens=False)
-            windows = get_rolling_token_windows(ids, self.eot_token_id, self._language.context, 1)
+            ids = self.tok_encode(request.args[0])
+            windows = get_rolling_token_windows(ids, self.prefix_token_id, self._language.context, 1)
             rows += map(make_disjoint_window, windows)
             ends.append(len(rows))
         said = [likelihood for likelihood, _ in self._language.likelihoods(rows)]
@@ -93,6 +117,7 @@ def ask_tasks(language: Language, tasks: Sequence[str], folder: Path | None, lim
         manager = TaskManager(include_path=here)
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         raise ValueError(f"there is no task {unknown[0]!r}; name one of lm-eval's, or a folder in --tasks-folder")
+    harness = Harness(language)
     # lm-eval prints many progress bars, some to standard output.
     said = sys.stderr if sys.stderr.isatty() else io.StringIO()
     with contextlib.chdir(folder or "."), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -102,9 +127,7 @@ def ask_tasks(language: Language, tasks: Sequence[str], folder: Path | None, lim
                 if task.get_config("num_fewshot") is None:
                     task.set_config(key="num_fewshot", value=0)
                 task.set_fewshot_seed(seed=0)
-            results: Any = evaluate(
-                Harness(language), loaded, limit=limit, log_samples=False, bootstrap_iters=RESAMPLES
-            )
+            results: Any = evaluate(harness, loaded, limit=limit, log_samples=False, bootstrap_iters=RESAMPLES)
         # Data sets, templates and metrics may raise any error.
         except Exception as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

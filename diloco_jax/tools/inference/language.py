@@ -52,7 +52,8 @@ class Language:
 
         def score(variables: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
             model: Any = self._held.model(variables)
-            said = jax.nn.log_softmax(model(tokens[:, :-1])[..., : tokenizer.vocab_size])
+            # Ids that only the model has are included, because its loss includes them too.
+            said = jax.nn.log_softmax(model(tokens[:, :-1]))
             asked = tokens[:, 1:]
             return jnp.take_along_axis(said, asked[..., None], axis=-1)[..., 0], jnp.argmax(said, axis=-1) == asked
 

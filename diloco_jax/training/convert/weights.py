@@ -47,8 +47,10 @@ SEEING = re.compile(
 HEARING = re.compile(r"model\.(audio_tower|embed_audio)\.")
 # The largest file that is written, unless one tensor is larger.
 SHARD_BYTES = 5_000_000_000
-# Bytes that are transposed, rounded or compared at a time.
-COPY_BYTES = 1 << 24
+# Bytes that are transposed, rounded or compared at a time, and bytes whose exponents are.
+COPY_BYTES, CHECKED_BYTES = 1 << 24, 1 << 18
+# The bits of the exponent by type.
+EXPONENTS = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}
 
 log = logging.getLogger(__name__)
 
@@ -230,12 +232,24 @@ class Weights:
             for name, piece in zip(mapped.hf, mapped.to_hf(ours), strict=True):
                 stored = self._tensors[name]
                 for part, value in _parts(stored):
-                    if value.size and not (math.isfinite(value.min()) and math.isfinite(value.max())):
-                        raise ValueError(
-                            f"tensor {stored.own} of {stored.path} holds NaN or infinity; copy the model again"
-                        )
-                    piece[part] = mapped.in_theirs(value)
+                    _check_finite(stored, value)
+                    piece[part] = mapped.in_theirs(value.astype(np.float32, copy=False))
             yield mapped.path, ours
+
+    def check_values(self, model: ModelConfig) -> Iterator[int]:
+        """Check all values of a model's parameters as `read` does, and yield the size of each, by ascending path.
+
+        This takes a fraction of the time, because the values are neither converted nor transposed.
+        """
+        known = set[str]()
+        for mapped in self.check(model):
+            # Several parameters may be parts of one tensor.
+            for name in mapped.hf:
+                if name not in known:
+                    known.add(name)
+                    for _, value in _parts(self._tensors[name]):
+                        _check_finite(self._tensors[name], value)
+            yield math.prod(mapped.shape)
 
 
 def _joined(found: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -267,16 +281,27 @@ def _joined(found: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def _parts(stored: Stored) -> Iterator[tuple[int | EllipsisType, np.ndarray]]:
-    """Yield a tensor in float32 as (index, values): the whole tensor, or one expert after the other of MXFP4."""
+    """Yield a tensor in its type as (index, values): the whole tensor, or one expert after the other of MXFP4."""
     with _opened(stored.path) as file:
         if stored.scales is None:
-            yield ..., file.get_tensor(stored.own).astype(np.float32, copy=False)
+            yield ..., file.get_tensor(stored.own)
             return
         path, own = stored.scales
         with _opened(path) as other:
             scales, blocks = other.get_tensor(own), file.get_slice(stored.own)
             for expert in range(stored.shape[0]):
                 yield expert, unpack(blocks[expert], scales[expert])
+
+
+def _check_finite(stored: Stored, values: np.ndarray) -> None:
+    """Raise ValueError if a value is NaN or infinite; all bits of its exponent are set then."""
+    exponent, flat = EXPONENTS[values.dtype.name], np.ascontiguousarray(values).reshape(-1)
+    bits = flat.view(f"u{flat.itemsize}")
+    step = CHECKED_BYTES // flat.itemsize
+    # A block stays in the processor's cache.
+    for block in (bits[start : start + step] for start in range(0, bits.size, step)):
+        if ((block & exponent) == exponent).any():
+            raise ValueError(f"tensor {stored.own} of {stored.path} holds NaN or infinity; copy the model again")
 
 
 def _name_of(own: str) -> str:

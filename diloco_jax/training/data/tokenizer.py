@@ -43,6 +43,8 @@ class Tokenizer:
     # The id that ends a document.
     end: int | None
     made: Any = None
+    # The id that the settings name as the begin of a text; None if they name none.
+    begin: int | None = None
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         """Return the ids of a text that something follows, so without the tokens that the tokenizer puts after a text.
@@ -184,24 +186,32 @@ def open_tokenizer(name: str | Path) -> Tokenizer:
     decides = [content[key] for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
     decides.append(made.encode("").ids)
     digest = xxhash.xxh3_128(json.dumps(decides, sort_keys=True).encode()).hexdigest()
-    return Tokenizer(folder, size, digest, _end(made, folder / SETTINGS_FILE), made)
+    begin, end = _special(made, folder / SETTINGS_FILE)
+    return Tokenizer(folder, size, digest, end, made, begin)
 
 
-def _end(made: Any, settings: Path) -> int | None:
-    """Return the id of the token that ends a document; None if the tokenizer has none."""
+def _special(made: Any, settings: Path) -> tuple[int | None, int | None]:
+    """Return the ids of the tokens that begin a text and end a document; None for one that the tokenizer lacks."""
     try:
         if settings.exists():
             check_regular(settings)
-        said = json.loads(settings.read_bytes()).get("eos_token") if settings.exists() else None
-        names = [said["content"] if isinstance(said, dict) else said] if said else ENDS
+        told = json.loads(settings.read_bytes()) if settings.exists() else {}
+        begin, end = (_content(told.get(name)) for name in ("bos_token", "eos_token"))
+        names = [end] if end else ENDS
         found = next((number for name in names if (number := made.token_to_id(name)) is not None), None)
+        first = made.token_to_id(begin) if begin else None
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{settings} is damaged: {error!r}; copy it again from its origin") from error
     # Without the end token, documents would run into each other.
-    if said and found is None:
-        lost = f"the eos_token {names[0]!r}, which {TOKENIZER_FILE} does not have"
+    if end and found is None:
+        lost = f"the eos_token {end!r}, which {TOKENIZER_FILE} does not have"
         raise ValueError(f"{settings} names {lost}; copy both again from their origin")
-    return found
+    return first, found
+
+
+def _content(token: Any) -> Any:
+    """Return the text of a token in the settings, which is a string or an object with it."""
+    return token["content"] if isinstance(token, dict) else token
 
 
 def train_tokenizer(texts: Iterable[str], size: int, folder: Path, special: Sequence[str] = ()) -> None:

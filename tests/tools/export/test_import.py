@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import yaml
@@ -110,6 +111,13 @@ def tensors_of(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[[P
     return rewrite
 
 
+def retyped(found: dict[str, np.ndarray], dtype: Any, last: float) -> None:
+    """Give the first tensor another type, and its last value."""
+    name, value = next(iter(found.items()))
+    found[name] = value.astype(dtype)
+    found[name].reshape(-1)[-1] = last
+
+
 def only(name: str) -> Callable[[Path], None]:
     """Leave one file in the place of all that have tensors."""
 
@@ -162,6 +170,8 @@ def copy_tensor(folder: Path, name: str) -> None:
         (described(num_hidden_layers=1), ["model.layers.1", "but the model needs none"]),
         (tensors_of(dict.popitem), ["has shape none at all", "1 of 20 tensors are missing"]),
         (tensors_of(lambda found: next(iter(found.values())).fill(np.nan)), [SECOND, "holds NaN or infinity"]),
+        (tensors_of(lambda found: retyped(found, ml_dtypes.bfloat16, np.nan)), [SECOND, "holds NaN or infinity"]),
+        (tensors_of(lambda found: retyped(found, np.float16, -np.inf)), [SECOND, "holds NaN or infinity"]),
         (tensors_of(lambda found: found.update(x=np.ones(3, np.int64))), ["tensor x", "is I64; only F32"]),
         (lambda folder: train_tokenizer([TEXT], 310, folder), ["has ids below 310, config.json only 300"]),
         (lambda folder: shutil.rmtree(folder), ["config.json cannot be read", "public model"]),
@@ -205,6 +215,18 @@ def test_a_wrong_folder_is_one_error(
     said = capsys.readouterr().err
     assert [word for word in words if word not in said] == [], said
     assert said.count("\n") == 1 and not out.exists()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_the_largest_values_of_each_type_are_finite(
+    public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any
+) -> None:
+    """And a check yields the sizes of the parameters that are read."""
+    monkeypatch.setattr(weights, "CHECKED_BYTES", 64)
+    shutil.copytree(public / "llama", tmp_path / "llama")
+    tensors_of(lambda found: retyped(found, dtype, float(ml_dtypes.finfo(dtype).min)))(tmp_path / "llama")
+    folder, model = weights.Weights(tmp_path / "llama"), model_of()
+    assert list(folder.check_values(model)) == [value.size for _, value in folder.read(model)]
 
 
 def test_what_an_export_could_not_write_is_refused(

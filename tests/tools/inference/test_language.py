@@ -212,7 +212,7 @@ def test_end_tokens_are_those_of_transformers(tmp_path: Path, said: dict[str, An
 @pytest.mark.extra("eval")
 @pytest.mark.parametrize("single", ["<s> $A <|endoftext|>", "$A <|endoftext|>", "<s> $A"])
 def test_tasks_judge_the_tokens_of_the_answer(tmp_path: Path, single: str) -> None:
-    """Whatever the tokenizer puts around a text."""
+    """Also if the tokenizer puts an end token behind every text."""
     from lm_eval.api.instance import Instance
 
     from diloco_jax.tools.inference.harness import Harness
@@ -225,13 +225,22 @@ def test_tasks_judge_the_tokens_of_the_answer(tmp_path: Path, single: str) -> No
         return [(0.0, True)] * len(asked)
 
     language: Any = SimpleNamespace(tokenizer=tokenizer, context=40, likelihoods=likelihoods)
-    harness, text = Harness(language), tokenizer.made.encode("x = def main", add_special_tokens=False).ids
-    begin, given = [1] if "<s>" in single else [], tokenizer.made.encode("x =", add_special_tokens=False).ids
+    harness = Harness(language)
+    before = [1] if "<s>" in single else []
+    given, text = (
+        [*before, *tokenizer.made.encode(one, add_special_tokens=False).ids] for one in ("x =", "x = def main")
+    )
 
     def asked(kind: Any, *texts: str) -> Instance:
         return Instance(request_type=kind, doc={}, arguments=texts, idx=0)
 
     harness.loglikelihood([asked("loglikelihood", "x = ", "def main")])
     harness.loglikelihood_rolling([asked("loglikelihood_rolling", "x = def main")])
-    assert rows[0] == ([*begin, *given], text[len(given) :])
-    assert rows[1] == (begin or [0], text)
+    assert rows == [(given, text[len(given) :]), ([0], text)]
+    # The settings name no begin token, so the end token is before a text without context, and before one of spaces.
+    rows.clear()
+    harness.loglikelihood([asked("loglikelihood", "", "x ="), asked("loglikelihood", " ", "x =")])
+    assert rows[0] == ([0], text[len(before) :][: len(given) - len(before)])
+    assert rows[1][0] == (before or [0])
+    with pytest.raises(ValueError, match=r"the answer '' has no separate token after 'x ='"):
+        harness.loglikelihood([asked("loglikelihood", "x =", "")])
