@@ -395,6 +395,8 @@ COMMAND_LINES = (
     Wrong("sample none --top-k -1", "--top-k is -1", "a number of tokens of at least 0", "use"),
     Wrong("sample none --min-p 2", "--min-p 2", "a share from 0 to 1", "use"),
     Wrong("sample none --prompt a --prompt b --image c", "2 --prompt with --image", "give one prompt", "leave the"),
+    Wrong("sample none --system x", "--system is 'x'", "which only a conversation has", "add --chat, or remove it"),
+    Wrong("sample none --chat --image c", "--image is not read", "in conversations", "leave --chat or --image out"),
     Wrong("sample none --seed -1", "--seed is -1", "[0, 2^31)", "it must be in"),
     Wrong("export none --out new", "none is not the folder", "of a run: it has no config.yaml", "give one, such as"),
     Wrong("export damaged --out file", "file exists", "is not an empty folder", "choose another --out"),
@@ -403,6 +405,10 @@ COMMAND_LINES = (
     Wrong("import public", "lacks 'num_attention_heads'", "config.json of llama", "copy it again"),
     Wrong("tokenize none --tokenizer bytes --out new", "'none'", "no text file with content", "correct the path, or"),
     Wrong("tokenize file --tokenizer bites --out new", "'bites'", "no tokenizer.json", "train:SIZE, or bytes"),
+    Wrong(
+        "tokenize file --tokenizer bytes --out new --loss-on last", "--loss-on is last", "only", "add --chat, or remove"
+    ),
+    Wrong("tokenize file --tokenizer train:300 --out new --chat", "'file' has no JSONL", "conversations are rows", ""),
     Wrong("tokenize file --tokenizer train:3 --out new", "train:3", "from 257 to 1048576", "the size must be a number"),
     Wrong("tokenize file --tokenizer damaged --out new", "damaged/tokenizer.json", "is damaged", "copy it again from"),
     Wrong("tokenize file --tokenizer bytes --out file", "file", "Not a directory", "choose another path"),

@@ -46,7 +46,7 @@ class Draft:
     """A text that is being written."""
 
     ids: list[int]
-    # The length at which the text ends.
+    # The text ends when it has so many tokens.
     stop: int
     seed: int
     ended: bool = False
