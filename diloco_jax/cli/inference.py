@@ -134,8 +134,8 @@ def _sample_options(parser: Parser) -> None:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="talk to the model in the text of its chat template: each --prompt is a turn of the user; without any, each "
-        "line of the standard input",
+        help="talk to the model in the text of its chat template: each --prompt is a user's turn; without any, "
+        "each line of the standard input",
     )
     parser.add_argument("--system", metavar="TEXT", help="with --chat: the turn before the first one of the user")
 
