@@ -79,7 +79,7 @@ def load(arguments: argparse.Namespace, folder: Path) -> Any:
     """Return our writer of the saved model."""
     from diloco_jax.runtime.model.evaluation import RunModel
     from diloco_jax.settings.text import parse
-    from diloco_jax.tools.inference.writer import CachedWriter, Held
+    from diloco_jax.tools.inference.writer import CachedWriter, DeviceModel
     from diloco_jax.training.convert.weights import Weights
 
     model = Weights(folder).model(False)
@@ -90,7 +90,7 @@ def load(arguments: argparse.Namespace, folder: Path) -> Any:
         "train": {"seq_len": max(length, 32)},
     }
     run_model = RunModel(parse(settings, "the bench"))
-    held = Held(run_model, run_model.place(dict(run_model.initial_parameters())))
+    held = DeviceModel(run_model, run_model.place(dict(run_model.initial_parameters())))
     return CachedWriter(held, max(length, 32), arguments.vocabulary, frozenset())
 
 
@@ -158,7 +158,7 @@ def measure(arguments: argparse.Namespace, theirs: Any, ours: Any, batch: int) -
 def ours_of(writer: Any, prompts: np.ndarray, count: int) -> np.ndarray:
     """Return the tokens that our writer adds to prompts."""
     from diloco_jax.tools.inference.writer import Draft
-    from diloco_jax.training.models.drawing import Drawing
+    from diloco_jax.training.models.vocabulary import Drawing
 
     drafts = [Draft(prompt.tolist(), len(prompt) + count, 0) for prompt in prompts]
     for _ in writer.write(drafts, Drawing()):
@@ -168,7 +168,7 @@ def ours_of(writer: Any, prompts: np.ndarray, count: int) -> np.ndarray:
 
 def cache_sizes(arguments: argparse.Namespace, writer: Any, batch: int) -> tuple[int, int]:
     """Return the bytes of the latest caches, and 2 x layers x texts x slots x width x 4 bytes."""
-    from diloco_jax.training.models.cache import cache_bytes
+    from diloco_jax.training.models.block import cache_bytes
 
     slots = max(arguments.prompt + arguments.tokens, 32)
     return cache_bytes(writer.caches.layers), 8 * arguments.layers * batch * slots * arguments.dim

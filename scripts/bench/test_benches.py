@@ -50,9 +50,7 @@ SMALLEST = [
     Bench("merge", "--mbytes 16 --threads 2 --runs 1 --no-mend --json"),
     Bench("overhead", f"{ISLAND} --devices 1 --nice 0 --json"),
     Bench("pytorch", f"{ISLAND} --nice 0 --json"),
-    Bench(
-        "sampling", "--dim 64 --layers 1 --vocabulary 64 --prompt 4 --tokens 6 --batch 1 2 --pairs 1 --json", results=4
-    ),
+    Bench("sampling", "--dim 64 --layers 1 --vocabulary 64 --prompt 4 --tokens 6 --pairs 1 --json", results=4),
     Bench("saving", f"{ISLAND} --json"),
     Bench("lock", "--bytes 8388608 --runs 1 --json", results=4),
     Bench("scaling", "--learners 2 4 --elements 65536 --rounds 1 --runs 1 --json", results=8),

@@ -15,7 +15,7 @@ import numpy as np
 from diloco_jax.runtime.model.evaluation import RunModel
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.inference.prompt import prompt_of
-from diloco_jax.tools.inference.writer import Draft, Held, Writer, Writing, padded, writer_of
+from diloco_jax.tools.inference.writer import DeviceModel, Draft, Writer, Writing, padded, writer_of
 from diloco_jax.training.convert.companions import stop_ids
 from diloco_jax.training.data.corpus import tokenizer_of
 
@@ -47,7 +47,7 @@ class Language:
         self.context = config.train.seq_len
         self._config = config
         ends = stop_ids(config.model, config.data, tokenizer)
-        self._held = Held(run_model, run_model.place(parameters))
+        self._held = DeviceModel(run_model, run_model.place(parameters))
         self._writer: Writer = writer(self._held, self.context, tokenizer.vocab_size, frozenset(ends))
 
         def score(variables: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 
 from diloco_jax.runtime.model.evaluation import RunModel
-from diloco_jax.training.models.cache import Caches
-from diloco_jax.training.models.drawing import Drawing, draw
+from diloco_jax.training.models.block import Caches
 from diloco_jax.training.models.protocol import find_model
+from diloco_jax.training.models.vocabulary import Drawing, draw
 from diloco_jax.training.state import Params, Variables
 
 # The most tokens that are written at once.
@@ -75,7 +75,7 @@ def padded(length: int, limit: int, steps: int = 1) -> int:
     return min(limit, power)
 
 
-class Held:
+class DeviceModel:
     """The one copy of a model's variables on the device, before and after they are cut into layers."""
 
     def __init__(self, run_model: RunModel, placed: tuple[Params, Variables]) -> None:
@@ -115,7 +115,7 @@ class Writer(Protocol):
 class CachedWriter:
     """Writes with the caches of the built-in decoders (`Decoder.prefill` and `step`)."""
 
-    def __init__(self, held: Held, context: int, ids: int, ends: frozenset[int]) -> None:
+    def __init__(self, held: DeviceModel, context: int, ids: int, ends: frozenset[int]) -> None:
         self._held, self._context, self._ends = held, context, ends
         end_ids = np.asarray(sorted(ends), np.int32)
 
@@ -210,7 +210,7 @@ class CachedWriter:
 class OwnWriter:
     """Writes with a model's own method `generate`, which reads the whole text again for each piece."""
 
-    def __init__(self, held: Held, context: int, ids: int, ends: frozenset[int]) -> None:
+    def __init__(self, held: DeviceModel, context: int, ids: int, ends: frozenset[int]) -> None:
         self._held, self._context, self._ends = held, context, ends
         self._piece = piece = max(1, min(PIECE, context // 4))
 

@@ -18,14 +18,31 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32, Key, Shaped
 
-from diloco_jax.training.models.block import Block, KeysValues, Layer, Places, block_norm, places_of
-from diloco_jax.training.models.cache import Cache, Caches, cache_slots, empty_cache
+from diloco_jax.training.models.block import (
+    Block,
+    Cache,
+    Caches,
+    KeysValues,
+    Layer,
+    Places,
+    block_norm,
+    cache_slots,
+    empty_cache,
+    places_of,
+)
 from diloco_jax.training.models.delta import DeltaCache
-from diloco_jax.training.models.drawing import Drawing, draw
 from diloco_jax.training.models.layers import Linear, checkpoint, soft_limit
 from diloco_jax.training.models.options import DecoderConfig, Period
 from diloco_jax.training.models.protocol import config_from_args
-from diloco_jax.training.models.vocabulary import TABLE_AXES, chunked_cross_entropy, cross_entropy, logits_of, look_up
+from diloco_jax.training.models.vocabulary import (
+    TABLE_AXES,
+    Drawing,
+    chunked_cross_entropy,
+    cross_entropy,
+    draw,
+    logits_of,
+    look_up,
+)
 from diloco_jax.training.sharding import constrain, gather
 from diloco_jax.training.state import Batch, Metrics
 

@@ -187,6 +187,11 @@ def test_an_imported_model_writes_without_data_until_any_of_its_end_tokens(
     for prompt in ("def", "<|endoftext|>x"):
         assert cli.main(["sample", "model.yaml", "--prompt", prompt, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["text"] == f"{prompt[-1]} ok"
+    assert cli.main(["sample", "model.yaml", "--prompt", "def", "--prompt", "x", "--json"]) == 0
+    expected = [{"prompt": "def", "text": "f ok"}, {"prompt": "x", "text": "x ok"}]
+    assert json.loads(capsys.readouterr().out)["texts"] == expected
+    assert cli.main(["sample", "model.yaml", "--prompt", "def", "--prompt", "x", "--top-k", "3"]) == 0
+    assert capsys.readouterr().out == "deff ok\n\nxx ok\n"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from diloco_jax.training.models.cache import Caches, cache_bytes
+from diloco_jax.training.models.block import Caches, cache_bytes
 from tests.training.models.test_decoder import (
     DELTA,
     GEMMA,

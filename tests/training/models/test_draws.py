@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.training.models.drawing import Drawing, draw, filtered
+from diloco_jax.training.models.vocabulary import Drawing, draw, filtered
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
