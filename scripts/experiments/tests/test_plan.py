@@ -1,4 +1,4 @@
-"""Jobs of experiments: settings, digests, the tuning before the others, and the fourteen files."""
+"""Jobs of experiments: settings, digests, the tuning before the others, and the files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -135,7 +135,7 @@ def test_an_unknown_key_is_named(tmp_path: Path) -> None:
 
 
 def test_every_row_of_the_order_has_a_folder() -> None:
-    assert len(names()) == 17 and {path.parent.name for path in HERE.glob("*/experiment.yaml")} == set(names())
+    assert len(names()) == 18 and {path.parent.name for path in HERE.glob("*/experiment.yaml")} == set(names())
 
 
 @pytest.mark.parametrize("name", names())
