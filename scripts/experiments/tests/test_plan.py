@@ -73,6 +73,13 @@ def test_large_models_are_run_as_processes_on_the_large_text() -> None:
     assert job.settings["protocol"]["snapshot_every"] > 0, "a run without snapshots cannot resume"
 
 
+def test_words_in_braces_are_replaced() -> None:
+    settings = {"seed": 3, "evaluation": {"args": {"folder": "{work}/x", "seed": "{seed}", "count": 5}}}
+    filled = placed(settings, Path("there"))
+    assert filled["evaluation"]["args"] == {"folder": "there/x", "seed": "3", "count": 5} and filled["seed"] == 3
+    assert placed("{work}/x", Path("there")) == "there/x"
+
+
 def test_data_parallel_of_large_models_can_resume() -> None:
     job = make_plan(replace(EXPERIMENT, tuning=None), Choice(size="35M", arms=("baseline",)), []).jobs[0]
     assert job.way == "run" and "algorithm" not in job.settings and job.settings["islands"]["count"] == 1
