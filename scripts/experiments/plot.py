@@ -106,6 +106,6 @@ def _scores(results: Results) -> str | None:
                     Line(name=name, points=points, colour=colour, dots=True, joined=False, intervals=intervals)
                 )
         if lines:
-            title = f"{experiment.title}: right answers, {case.name}"
+            title = f"{experiment.title}, {case.name}"
             return line_figure(title, lines, "task", "right", share=True, names=list(tasks))
     return None
