@@ -130,7 +130,7 @@ def _scored(results: Results, case: Case) -> str:
         found = score_differences(results, case, arm) if arm != own.baseline else {}
         if found:
             cells = [
-                f"{d.value:+.1f} ({d.low:+.1f} to {d.high:+.1f}){'' if d.has_zero else ' *'}" for d in found.values()
+                f"{d.value:+z.1f} ({d.low:+.1f} to {d.high:+.1f}){'' if d.has_zero else ' *'}" for d in found.values()
             ]
             differing.append([made.label or arm, *cells])
     heads = [f"{task}, {count} questions" for task, count in own.questions.items()]
