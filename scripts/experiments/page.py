@@ -11,7 +11,19 @@ from experiments.plot import draw
 from experiments.records import read
 from experiments.runner import in_words
 from experiments.spec import Case, Experiment, load, names
-from experiments.tables import Outcome, Results, collect, columns, limits, ours_in_short, outcomes, shown, verdict
+from experiments.tables import (
+    Outcome,
+    Results,
+    collect,
+    columns,
+    limits,
+    ours_in_short,
+    outcomes,
+    score_differences,
+    scored,
+    shown,
+    verdict,
+)
 
 RECORDS = "records"
 TITLES = {
@@ -98,12 +110,46 @@ def _head(results: Results, found: Sequence[Outcome], quick: bool) -> str:
 
 
 def _figures(results: Results) -> list[str]:
-    return [f"## {case.name}\n\n{_case(results, case)}" for case in results.cases]
+    return [
+        part for case in results.cases for part in (f"## {case.name}\n\n{_case(results, case)}", _scored(results, case))
+    ]
+
+
+def _scored(results: Results, case: Case) -> str:
+    """Write the shares of right answers with their intervals, and the differences from the baseline."""
+    own = results.experiment
+    arms = {arm: made for arm, made in own.arms.items() if results.seeds(case, arm)} if own.questions else {}
+    if not arms:
+        return ""
+    rows, differing = [], []
+    for arm, made in arms.items():
+        for seed, record in sorted(results.seeds(case, arm).items()):
+            shares = scored(record, own.questions).values()
+            cells = [f"{100 * s.value:.1f} % ({100 * s.low:.1f} to {100 * s.high:.1f})" for s in shares]
+            rows.append([made.label or arm, str(seed), *cells])
+        found = score_differences(results, case, arm) if arm != own.baseline else {}
+        if found:
+            cells = [
+                f"{d.value:+z.1f} ({d.low:+.1f} to {d.high:+.1f}){'' if d.has_zero else ' *'}" for d in found.values()
+            ]
+            differing.append([made.label or arm, *cells])
+    heads = [f"{task}, {count} questions" for task, count in own.questions.items()]
+    about = "Right answers of each run, with Wilson's interval of 95 % for that many questions:"
+    parts = [f"### Scores\n\n{about}", _table(["arm", "seed", *heads], rows)]
+    if differing:
+        base = own.arms[own.baseline].label or own.baseline
+        parts += [
+            f"Points above {base}, mean over seeds in pairs, with Student's interval of 95 % over seeds. A star marks\n"
+            "an interval without zero.",
+            _table(["arm", *own.questions], differing),
+        ]
+    return "\n\n".join(parts)
 
 
 def _case(results: Results, case: Case) -> str:
     rows, own = columns(results, case), results.experiment.columns
-    scores = list(dict.fromkeys(name for row in rows for name in row["scores"]))
+    found = dict.fromkeys(name for row in rows for name in row["scores"])
+    scores = [name for name in found if name not in results.experiment.questions]
     head = ["arm", "seeds", "final loss", "behind the baseline", *scores, "tokens trained", "MB on the wire"]
     head += ["contributors", *(TITLES.get(name, name) for name in own), "wall time"]
     table = []

@@ -7,7 +7,7 @@ from plotting.figure import COLOURS, MAIN_COLOUR, Line, line_figure
 
 from experiments.records import Record
 from experiments.spec import Case
-from experiments.tables import Results, compared, value_of
+from experiments.tables import Results, compared, scored, value_of
 
 BYTES_MAX = 60_000
 
@@ -16,6 +16,8 @@ def draw(results: Results) -> str | None:
     """Draw the plot of an experiment; None if there are no records for it."""
     if results.experiment.plot == "gap":
         return _gap(results)
+    if results.experiment.plot == "scores":
+        return _scores(results)
     return _curves(results) if results.experiment.plot == "curves" else _arms(results)
 
 
@@ -83,4 +85,27 @@ def _arms(results: Results) -> str | None:
                 lines.append(Line(name=name, points=points, colour=colour, dots=True, joined=False))
         if lines:
             return line_figure(f"{results.experiment.title}: final loss, {case.name}", lines, "arm", "loss")
+    return None
+
+
+def _scores(results: Results) -> str | None:
+    """Draw the shares of right answers by task of the first case with records: a dot and its interval for each seed."""
+    tasks, experiment = results.experiment.questions, results.experiment
+    for case in results.cases:
+        lines = []
+        runs = [(arm, record) for arm in experiment.arms for record in results.seeds(case, arm).values()]
+        for number, arm in enumerate(experiment.arms):
+            points, intervals = [], []
+            for place, (other, record) in enumerate(runs):
+                for task, score in enumerate(scored(record, tasks).values()) if arm == other else ():
+                    points.append((task + (place - (len(runs) - 1) / 2) * 0.8 / len(runs), score.value))
+                    intervals.append((score.low, score.high))
+            if points:
+                name, colour = experiment.arms[arm].label or arm, COLOURS[number % len(COLOURS)]
+                lines.append(
+                    Line(name=name, points=points, colour=colour, dots=True, joined=False, intervals=intervals)
+                )
+        if lines:
+            title = f"{experiment.title}, {case.name}"
+            return line_figure(title, lines, "task", "right", share=True, names=list(tasks))
     return None

@@ -128,10 +128,13 @@ class Experiment:
     baseline: str = "baseline"
     tuning: Tuning | None = None
     checks: tuple[Check, ...] = ()
-    # curves: loss over tokens of the first case; gap: distance from the baseline over parameters; arms: loss by arm.
+    # curves: loss over tokens of the first case; gap: distance from the baseline over parameters; arms: loss by arm;
+    # scores: right answers by task.
     plot: str = "curves"
     # Further numbers of the records for the tables.
     columns: tuple[str, ...] = ()
+    # The number of questions by score, for scores that are shares of right answers.
+    questions: Mapping[str, int] = field(default_factory=dict)
     # The published line of a gap plot: a name, and [parameters, per cent] pairs.
     published: Mapping[str, Any] = field(default_factory=dict)
     # Commands of diloco that run once before the jobs; {work} is a folder that remains.

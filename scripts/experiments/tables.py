@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from experiments.intervals import Interval, over_seeds, wilson
 from experiments.plan import Choice, Job, Plan, make_plan
 from experiments.records import Record, by_digest
 from experiments.spec import Case, Check, Experiment, sizes
@@ -123,6 +124,18 @@ def compared(results: Results, case: Case, arm: str, against: str, value: str, u
         else:
             found[seed] = a / b if unit == "ratio" else scale * (a - b)
     return found
+
+
+def scored(record: Record, questions: Mapping[str, int]) -> dict[str, Interval]:
+    """Return the shares of right answers of a run with their intervals."""
+    return {name: wilson(round(record["scores"][name] * count), count) for name, count in questions.items()}
+
+
+def score_differences(results: Results, case: Case, arm: str) -> dict[str, Interval]:
+    """Return by task how many points more an arm scores than the baseline; the interval is over seeds in pairs."""
+    own = results.experiment
+    found = {task: compared(results, case, arm, own.baseline, task, "points") for task in own.questions}
+    return {task: each for task, values in found.items() if (each := over_seeds([*values.values()])) is not None}
 
 
 def measured(results: Results, check: Check, case: Case) -> list[float]:

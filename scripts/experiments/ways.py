@@ -50,12 +50,17 @@ def accelerated(job: Job) -> bool:
 
 
 def placed(settings: Settings, work: Path) -> Any:
-    """Replace {work}, {root} and {purelib} (installed packages) in settings by these folders."""
+    """Replace {work}, {root} and {purelib} (installed packages) by these folders, and {seed} by the seed."""
+    words = {"work": work, "root": ROOT, "purelib": sysconfig.get_paths()["purelib"]}
+    return _filled(settings, words | ({"seed": settings.get("seed")} if isinstance(settings, Mapping) else {}))
+
+
+def _filled(settings: Any, words: Mapping[str, Any]) -> Any:
     if isinstance(settings, Mapping):
-        return {key: placed(value, work) for key, value in settings.items()}
+        return {key: _filled(value, words) for key, value in settings.items()}
     if isinstance(settings, str):
-        for name, path in {"work": work, "root": ROOT, "purelib": sysconfig.get_paths()["purelib"]}.items():
-            settings = settings.replace(f"{{{name}}}", str(path))
+        for name, value in words.items():
+            settings = settings.replace(f"{{{name}}}", str(value))
     return settings
 
 

@@ -44,16 +44,26 @@ class Line:
     dots: bool = False
     dashed: bool = False
     joined: bool = True
+    # The ends of an interval for each point.
+    intervals: Sequence[tuple[float, float]] = field(default=(), repr=False)
 
 
 def line_figure(
-    title: str, lines: Sequence[Line], x_label: str, y_label: str, *, settings: bool = False, share: bool = False
+    title: str,
+    lines: Sequence[Line],
+    x_label: str,
+    y_label: str,
+    *,
+    settings: bool = False,
+    share: bool = False,
+    names: Sequence[str] = (),
 ) -> str:
     """Draw curves with a legend at their right, and return the text of an SVG file.
 
     Args:
         settings: the values of x are settings, such as numbers of chips; they are the ticks of a logarithmic axis.
         share: y is a share from 0 to 1, and is written in per cent.
+        names: words for x = 0, 1, 2 and so on.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -67,10 +77,14 @@ def line_figure(
             style = ("--" if line.dashed else "-") if line.joined else "none"
             dot = "o" if line.dots else ""
             axes.plot(xs, ys, linestyle=style, marker=dot, ms=4, color=line.colour, label=line.name)
+            if line.intervals:
+                axes.vlines(xs, *zip(*line.intervals, strict=True), color=line.colour, linewidth=1)
         axes.set(title=title, xlabel=x_label, ylabel=y_label)
         if settings:
             _set_ticks(axes, sorted({x for line in lines for x, _ in line.points}))
         axes.xaxis.set_major_formatter(FuncFormatter(_count))
+        if names:
+            axes.set_xticks(range(len(names)), names)
         if share:
             axes.set_ylim(0, 1.02)
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))

@@ -25,6 +25,25 @@ def test_a_figure_names_its_curves_and_axes() -> None:
     assert {"Title", "one", "two", "chips", "goodput", "1k", "2k", "1M", "0%", "100%"} <= set(found)
 
 
+def test_an_interval_is_a_line_through_its_point_and_places_have_names() -> None:
+    points = [(0.0, 0.5), (1.0, 0.25)]
+    line = Line(
+        name="one", points=points, colour=COLOURS[0], dots=True, joined=False, intervals=[(0.4, 0.6), (0.2, 0.3)]
+    )
+    drawing = line_figure("Title", [line], "task", "right", share=True, names=["copy", "sort"])
+    assert {"copy", "sort"} <= set(texts(drawing))
+    group = next(
+        each for each in ElementTree.fromstring(drawing).iter(f"{SVG}g") if "LineCollection" in each.get("id", "")
+    )
+    ends = [
+        [float(n) for n in path.get("d", "").replace("M", "").replace("L", "").split()]
+        for path in group.iter(f"{SVG}path")
+    ]
+    heights = [abs(end[3] - end[1]) for end in ends]
+    assert len(ends) == 2 and all(end[0] == end[2] for end in ends)
+    assert heights[0] == pytest.approx(2 * heights[1], rel=1e-4), "0.2 is twice 0.1"
+
+
 def test_ticks_that_would_touch_are_excluded() -> None:
     found = texts(line_figure("", LINES, "", "", settings=True))
     assert "1k" in found and "1.01k" not in found

@@ -1,4 +1,4 @@
-"""Jobs of experiments: settings, digests, the tuning before the others, and the fourteen files."""
+"""Jobs of experiments: settings, digests, the tuning before the others, and the files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +73,13 @@ def test_large_models_are_run_as_processes_on_the_large_text() -> None:
     assert job.settings["protocol"]["snapshot_every"] > 0, "a run without snapshots cannot resume"
 
 
+def test_words_in_braces_are_replaced() -> None:
+    settings = {"seed": 3, "evaluation": {"args": {"folder": "{work}/x", "seed": "{seed}", "count": 5}}}
+    filled = placed(settings, Path("there"))
+    assert filled["evaluation"]["args"] == {"folder": "there/x", "seed": "3", "count": 5} and filled["seed"] == 3
+    assert placed("{work}/x", Path("there")) == "there/x"
+
+
 def test_data_parallel_of_large_models_can_resume() -> None:
     job = make_plan(replace(EXPERIMENT, tuning=None), Choice(size="35M", arms=("baseline",)), []).jobs[0]
     assert job.way == "run" and "algorithm" not in job.settings and job.settings["islands"]["count"] == 1
@@ -135,7 +142,7 @@ def test_an_unknown_key_is_named(tmp_path: Path) -> None:
 
 
 def test_every_row_of_the_order_has_a_folder() -> None:
-    assert len(names()) == 17 and {path.parent.name for path in HERE.glob("*/experiment.yaml")} == set(names())
+    assert len(names()) == 18 and {path.parent.name for path in HERE.glob("*/experiment.yaml")} == set(names())
 
 
 @pytest.mark.parametrize("name", names())

@@ -13,7 +13,7 @@ from experiments.plan import Choice, Job, make_plan
 from experiments.plot import BYTES_MAX, draw
 from experiments.records import append, elsewhere, read, thinned
 from experiments.spec import Check, load, names, problems
-from experiments.tables import Spread, collect, compared, limits, outcomes, shown, spread, verdict
+from experiments.tables import Spread, collect, compared, limits, outcomes, score_differences, shown, spread, verdict
 from experiments.tests.made import EXPERIMENT, record
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -145,6 +145,23 @@ def test_a_page_follows_from_records_alone(tmp_path: Path) -> None:
     before = again.read_bytes()
     page.write(UNTUNED, tmp_path)
     assert again.read_bytes() == before
+
+
+@pytest.mark.extra("dev")
+def test_right_answers_have_intervals(tmp_path: Path) -> None:
+    experiment = replace(UNTUNED, plot="scores", questions={"copy": 100}, cases=UNTUNED.cases[:1])
+    right = {"baseline": (0.5, 0.6), "m4": (0.4, 0.6)}
+    for job in make_plan(experiment, Choice(arms=("baseline", "m4")), []).jobs:
+        append(tmp_path / page.RECORDS / "made.jsonl", record(job, 1.0, scores={"copy": right[job.arm][job.seed]}))
+    results = collect(experiment, read(tmp_path / page.RECORDS / "made.jsonl"))
+    found = score_differences(results, results.cases[0], "m4")
+    # Student's quantile for one degree of freedom is 12.7062; half the distance is the standard error of two values.
+    assert found["copy"] == pytest.approx((-5.0, -5.0 - 5.0 * 12.706205, -5.0 + 5.0 * 12.706205))
+    text = page.write(experiment, tmp_path).read_text(encoding="utf-8")
+    assert "| data parallel | 0 | 50.0 % (40.4 to 59.6) |" in text and "| arm | seed | copy, 100 questions |" in text
+    assert "| M = 4 | -5.0 (-68.5 to +58.5) |" in text and " * |" not in text
+    drawing = (tmp_path / "made.svg").read_text(encoding="utf-8")
+    assert "copy" in drawing and "100%" in drawing and len(drawing) < BYTES_MAX
 
 
 @pytest.mark.extra("dev")
