@@ -44,13 +44,32 @@ OF_SEEING = {one.name for one in fields(SeeingConfig)} - {one.name for one in fi
 
 def family_name(config: Mapping[str, Any]) -> str:
     """Return the family of a config.json, which is that of its text if the model sees as well."""
-    name = config.get("model_type")
+    name = outer = config.get("model_type")
     text = config.get("text_config")
     if isinstance(name, str) and name in SEEING and isinstance(text, Mapping):
         name = text.get("model_type", SEEING[name]["text"])
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"config.json: model_type is {name!r}; the families are {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"config.json: model_type is {outer!r:.80}{_text_inside(text)}; the families are {', '.join(FAMILIES)}"
+        )
     return name
+
+
+def _text_inside(text: Any) -> str:
+    """Describe the text model inside a refused model, and how to import it.
+
+    Args:
+        text: the model's text_config; None if it has none.
+    """
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    if not isinstance(kind, str):
+        return ""
+    if kind not in FAMILIES:
+        return f", with a text model of type {kind!r:.80} inside"
+    return (
+        f", with a text model of the family {kind} inside, which is read only from {', '.join(SEEING)}; save the text "
+        f"model alone with transformers, as {FAMILIES[kind].architecture}"
+    )
 
 
 def from_hf(config: Mapping[str, Any], images: bool = False) -> ModelConfig:

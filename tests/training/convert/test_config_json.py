@@ -89,6 +89,8 @@ def check_sentence(config: dict[str, Any]) -> None:
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 SLIDING, FULL = "sliding_attention", "full_attention"
 UNCUT = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "truncate": False}
+# transformers turns four numbers of a head here, by angles for three.
+THREE_TURNED = {"head_dim": 12, "partial_rotary_factor": 0.25, "layer_types": [FULL, FULL]}
 TWO_LONGROPES = {
     "rope_parameters": {
         kind: {"rope_type": "longrope", "original_max_position_embeddings": 64, "short_factor": [each] * 4,
@@ -149,12 +151,39 @@ def test_what_is_read_can_be_written_again(name: str, changes: dict[str, Any], f
         ("gemma3_text", {"rope_parameters": LINEAR}, "rope_parameters has factor, rope_type for all layers, where"),
         ("olmo3", {"rope_parameters": {"rope_theta": 1e4, FULL: LINEAR}}, "rope_parameters has rope_theta for all"),
         ("olmo3", {"rope_parameters": {SLIDING: UNCUT}}, "yarn's truncate is false in full_attention or sliding_atten"),
+        (
+            "qwen3_next",
+            THREE_TURNED,
+            "rope_fraction is 0.25; it must be in (0, 1], and rotate an even number of the 12 num",
+        ),
         ("gemma3_text", {"rope_scaling": UNCUT}, "truncate is false in full_attention or sliding_attention, where"),
     ],
 )
 def test_a_refusal_names_what_is_wrong(name: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         from_hf(to_hf(model_of(name), name) | changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "smolvlm", "text_config": {"model_type": "llama"}},
+         "model_type is 'smolvlm', with a text model of the family llama inside, which is read only from gemma3, "
+         "mistral3, internvl, gemma4, gemma4_unified, qwen3_5, qwen3_5_moe; save the text model alone with "
+         "transformers, as LlamaForCausalLM; the families are llama, mistral,"),
+        ({"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}},
+         "model_type is 'qwen3_vl', with a text model of type 'qwen3_vl_text' inside; the families are llama,"),
+        # A known kind of model, with an unknown text.
+        ({"model_type": "internvl", "text_config": {"model_type": "internlm2"}},
+         "model_type is 'internvl', with a text model of type 'internlm2' inside; the families are llama,"),
+        ({"model_type": "internvl"}, "model_type is 'internvl'; the families are llama,"),
+        ({"model_type": ["x"], "text_config": {"model_type": 1}}, "model_type is ['x']; the families are llama,"),
+    ],
+    ids=["smolvlm", "qwen3_vl", "internvl", "no_text", "odd"],
+)  # fmt: skip
+def test_the_refusal_of_a_model_names_the_text_model_inside(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        from_hf(config)
 
 
 def test_gated_deltanet_is_the_same_in_transformers_only_with_silu() -> None:

@@ -203,6 +203,10 @@ SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "mistral3": ({"model_type": "mistral", "sliding_window": WINDOW}, PIXTRAL),
     "ministral3": ({"model_type": "ministral3", **MINISTRAL}, PIXTRAL),
+    "internvl": (
+        {"model_type": "qwen2"},
+        {"vision_config": TOWER | {"image_size": [28, 28], "patch_size": [14, 14]}, "image_seq_length": 1},
+    ),
     "gemma4": (
         {**GEMMA4, **kinds("sf"), **CAP, "pad_token_id": 0},
         {"vision_config": TOWER | {"num_key_value_heads": 1, "head_dim": 16, "position_embedding_size": 32}},
