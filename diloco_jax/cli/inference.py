@@ -234,12 +234,12 @@ def written(run: Path, count: int) -> str:
         if config.data.with_images:
             return ""
         language = Language(config, parameters)
+        prompt = first_prompt(config) if config.data.with_chat else []
+        text = "".join(language.write(prompt or PROMPT, count, Writing(TEMPERATURE)))
     except ValueError:
         return ""
-    prompt = first_prompt(config) if config.data.with_chat else PROMPT
-    # A conversation makes no sense without the question.
-    begun = "" if isinstance(prompt, str) else language.tokenizer.decode(prompt)
-    return begun + "".join(map(_harmless, language.write(prompt, count, Writing(TEMPERATURE))))
+    # An answer makes no sense without its question.
+    return _harmless(language.tokenizer.decode(prompt) + text)
 
 
 def _harmless(text: str) -> str:

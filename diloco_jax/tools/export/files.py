@@ -25,10 +25,17 @@ from diloco_jax.runtime.records.files import CHECKPOINTS
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse, read_values
 from diloco_jax.training.convert.adapters import merged, pairs, write_adapters
-from diloco_jax.training.convert.companions import GENERATION_FILE, folders_of, licences_of, token_ids
+from diloco_jax.training.convert.companions import (
+    GENERATION_FILE,
+    folders_of,
+    licences_of,
+    token_ids,
+    turn_end,
+    with_ends,
+)
 from diloco_jax.training.convert.families import HOW, family_name, to_hf
 from diloco_jax.training.convert.tensors import tensors
-from diloco_jax.training.convert.weights import CONFIG_FILE, Parameters, Weights, write_weights
+from diloco_jax.training.convert.weights import CONFIG_FILE, Parameters, Weights, read_json, write_weights
 from diloco_jax.training.data.config import PLAIN
 from diloco_jax.training.data.corpus import tokenizer_of
 from diloco_jax.training.data.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, Tokenizer, has_tokenizer, open_tokenizer
@@ -213,7 +220,8 @@ def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, described
     tokenizer = _tokenizer(config)
     sources = folders_of(config.model, config.data, tokenizer)
     end = {"eos_token_id": tokenizer.end} if tokenizer and tokenizer.end is not None else {}
-    described |= token_ids(config.model, sources, tokenizer)
+    ends = turn_end(config.data, tokenizer)
+    described |= with_ends(token_ids(config.model, sources, tokenizer), ends)
     for name, content in ((CONFIG_FILE, described), (GENERATION_FILE, end)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for name in (*OF_TOKENIZER, *OF_USE):
@@ -228,6 +236,9 @@ def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, described
             else:
                 continue
             break
+    said = read_json(folder / GENERATION_FILE)
+    if (wanted := with_ends(said, ends)) != said:
+        (folder / GENERATION_FILE).write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer | None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from diloco_jax.runtime.model.evaluation import run_source
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.inference.language import Language
@@ -29,6 +31,8 @@ class Chat:
     def answer(self, text: str, count: int, how: Writing) -> Iterator[str]:
         """Let the model answer a user's turn; yield the answer piece by piece.
 
+        If the conversation does not fit into the model's context, its oldest pairs of turns are left out.
+
         Args:
           text: the user's turn.
           count: the most tokens of the answer.
@@ -38,16 +42,22 @@ class Chat:
           ValueError: the template refuses the conversation.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
-        ids, _ = self._language.tokenizer.encode_places(self._template.render(asked, prompt=True))
+        first = int(asked[0]["role"] == "system")
+        # A text that is cut anywhere would begin within a turn, which the model was never trained on.
+        while len(ids := self._ids(asked)) + count > self._language.context and len(asked) > first + 1:
+            del asked[first : first + 2]
         pieces = list[str]()
         for piece in self._language.write(ids, count, how):
             pieces.append(piece)
             yield piece
         self.messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
 
+    def _ids(self, messages: list[Message]) -> list[int]:
+        return self._language.tokenizer.encode(self._template.render(messages, prompt=True), begin=False)
+
 
 def first_prompt(config: RunConfig) -> list[int]:
-    """Return the tokens of the first held-out conversation up to the assistant's first turn."""
+    """Return the tokens before the first trained turn of the first held-out conversation; empty if there are none."""
     sample = run_source(config).held_out[0]
-    stop = int((sample[WEIGHTS] * (sample[SEGMENTS] == 1)).argmax())
-    return [int(id) for id in sample[TOKENS][:stop]]
+    trained = np.flatnonzero(sample[WEIGHTS] * (sample[SEGMENTS] == 1))
+    return [int(id) for id in sample[TOKENS][: trained[0] if len(trained) else 0]]

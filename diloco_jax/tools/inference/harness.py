@@ -88,7 +88,8 @@ class Harness(TemplateLM):
             groups.setdefault((stops, how["max_gen_toks"], _writing(how)), []).append(row)
         answers = [""] * len(requests)
         for (stops, count, writing), rows in groups.items():
-            texts = self._language.write_all([requests[row].args[0] for row in rows], count, writing, stops)
+            prompts = [self.tok_encode(requests[row].args[0]) for row in rows]
+            texts = self._language.write_all(prompts, count, writing, stops)
             for row, text in zip(rows, texts, strict=True):
                 answers[row] = postprocess_generated_text(text, list(stops), None)
         return answers

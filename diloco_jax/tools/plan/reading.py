@@ -6,13 +6,15 @@ import numpy as np
 
 from diloco_jax.runtime.model.evaluation import run_source
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.chat.packing import Conversations, Weighted
+from diloco_jax.training.chat.packing import PackedConversations
 from diloco_jax.training.data.corpus import Source
 from diloco_jax.training.data.mixture import Samples
 from diloco_jax.training.data.order import SampleOrder
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, WEIGHTS, Sample, count_predicted, stack
 
 SHOWN, SHOWN_CHARS = 3, 300
+# Characters of a sample of conversations, and of a part of it that is not trained on.
+CHAT_CHARS, PART_CHARS = 600, 200
 # The brackets around what is trained on.
 OPENING, CLOSING = "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"
 # Samples, at equal distances, that the estimate of bytes per token uses.
@@ -50,6 +52,7 @@ def _counted(part: Source, share: float, planned: int, seq_len: int) -> dict[str
         "documents": facts.get("documents"),
         "tokens": facts.get("tokens"),
         "trained": facts.get("trained"),
+        "rows_left_out": facts.get("rows_left_out"),
         "samples_per_epoch": len(part.train),
         "tokens_per_epoch": len(part.train) * seq_len,
         "held_out_samples": len(part.held_out),
@@ -68,9 +71,8 @@ def _held_out(source: Source, samples: Samples) -> dict[str, Any]:
 
 def _too_long(source: Source) -> dict[str, int]:
     """Count the conversations that do not fit into a sample."""
-    all_samples = [samples for part in source.parts.values() or (source,) for samples in (part.train, part.held_out)]
-    packed = [samples.samples if isinstance(samples, Weighted) else samples for samples in all_samples]
-    found = [samples for samples in packed if isinstance(samples, Conversations)]
+    every = [samples for part in source.parts.values() or (source,) for samples in (part.train, part.held_out)]
+    found = [samples for samples in every if isinstance(samples, PackedConversations)]
     return {"cut": sum(each.cut for each in found), "left_out": sum(each.left_out for each in found)}
 
 
@@ -83,9 +85,17 @@ def _shown(source: Source, sample: Sample) -> str:
     if trained.all():
         return source.tokenizer.decode(ids)[:SHOWN_CHARS]
     edges = np.flatnonzero(trained[1:] != trained[:-1]) + 1
-    parts = map(source.tokenizer.decode, np.split(ids, edges))
-    shown = [f"{OPENING}{part}{CLOSING}" if trained[at] else part for at, part in zip((0, *edges), parts, strict=True)]
-    return "".join(shown)[:SHOWN_CHARS]
+    shown = ""
+    for at, part in zip((0, *edges), map(source.tokenizer.decode, np.split(ids, edges)), strict=True):
+        # The parts that are not trained on, such as descriptions of tools, may be long.
+        half = PART_CHARS // 2
+        short = (
+            part if trained[at] or len(part) <= PART_CHARS else f"{part[:half]}\N{HORIZONTAL ELLIPSIS}{part[-half:]}"
+        )
+        shown += f"{OPENING}{short}{CLOSING}" if trained[at] else short
+        if len(shown) >= CHAT_CHARS:
+            break
+    return shown
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -102,6 +112,11 @@ def describe(result: dict[str, Any]) -> str:
     for name, each in result["held_out"].items():
         bytes_ = f", {each['bytes_per_token']:.2f} bytes per token" if each["bytes_per_token"] else ""
         lines.append(f"held out{f' {name}' if name else ''}: {each['samples']:,} samples{bytes_}")
+    lines += [
+        f"{name}: {each['rows_left_out']:,} rows are left out, because they have nothing to train on"
+        for name, each in result["sources"].items()
+        if each["rows_left_out"]
+    ]
     lines += [f"{result['cut']:,} conversations are cut to fit a sample, {result['left_out']:,} are left out"] * (
         result["cut"] + result["left_out"] > 0
     )

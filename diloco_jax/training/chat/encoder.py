@@ -1,14 +1,12 @@
 """Rows of chat data as tokens with weights, for token stores."""
 
-import json
-from collections.abc import Iterator, Sequence
-from functools import cached_property
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
 
 from diloco_jax.training.chat.rows import read_row, without_nulls
 from diloco_jax.training.chat.template import ChatTemplate, open_template
 from diloco_jax.training.chat.turns import Completion, Encoded, encode_completion, encode_conversation
-from diloco_jax.training.data.config import LossOn
 from diloco_jax.training.data.documents import SourcePiece, read_values
 from diloco_jax.training.data.tokenizer import Tokenizer
 
@@ -33,15 +31,13 @@ class ChatEncoder:
           ValueError: a row cannot be read, or its template refuses it; the message names the row.
         """
         for piece in pieces:
-            loss_on = cast(LossOn, piece.loss_on)
+            yield from read_values(piece, partial(self._encode_row, piece))
 
-            def parse(row: Any, piece: SourcePiece = piece, loss_on: LossOn = loss_on) -> Encoded | None:
-                row = json.loads(row) if isinstance(row, bytes) else row
-                row = without_nulls(row) if piece.format in TABLES else row
-                found = read_row(row, piece.field)
-                if isinstance(found, Completion):
-                    return encode_completion(found, self._tokenizer, loss_on)
-                made = found and encode_conversation(found, self._template, self._tokenizer, loss_on)
-                return made if made and made.weights.any() else None
-
-            yield from read_values(piece, parse)
+    def _encode_row(self, piece: SourcePiece, row: Mapping[str, Any]) -> Encoded | None:
+        found = read_row(without_nulls(row) if piece.format in TABLES else row, piece.field)
+        if found is None or piece.loss_on is None:
+            return None
+        if isinstance(found, Completion):
+            return encode_completion(found, self._tokenizer, piece.loss_on)
+        encoded = encode_conversation(found, self._template, self._tokenizer, piece.loss_on)
+        return encoded if encoded.weights.any() else None

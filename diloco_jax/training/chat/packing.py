@@ -1,7 +1,8 @@
 """Samples of whole conversations: as many as fit, each in a separate segment, and padding at the end.
 
-A conversation that is longer than a sample is cut behind the last turn of the assistant that fits. What follows is left
-out, since without the beginning it would be another conversation. One whose first turn does not fit is left out whole.
+A conversation that is longer than a sample is cut after the last turn of the assistant that fits. What follows is left
+out, since without the beginning it would be another conversation. One without a trained turn that fits is left
+out whole.
 """
 
 import logging
@@ -12,13 +13,13 @@ from jaxtyping import Int
 
 from diloco_jax.training.data.mixture import Samples
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, WEIGHTS, Sample
-from diloco_jax.training.data.store import Store
+from diloco_jax.training.data.store import TRAINED, TURN_END, Store
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Conversations:
+class PackedConversations:
     """Samples of consecutive conversations of a store."""
 
     store: Store
@@ -27,7 +28,7 @@ class Conversations:
     ranges: Int[np.ndarray, "n 2"]
     # The first conversation of each sample, and the number of conversations at the end.
     firsts: Int[np.ndarray, " m"]
-    # Conversations that are cut, and that are left out.
+    # PackedConversations that are cut, and that are left out.
     cut: int
     left_out: int
 
@@ -50,7 +51,7 @@ class Conversations:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighted:
+class WithWeights:
     """Samples of other data with weights of 1, so that they fit into batches with conversations."""
 
     samples: Samples
@@ -64,7 +65,7 @@ class Weighted:
         return {SEGMENTS: ones, WEIGHTS: ones.astype(np.float32), **sample}
 
 
-def pack_conversations(store: Store, start: int, stop: int, seq_len: int) -> Conversations:
+def pack_conversations(store: Store, start: int, stop: int, seq_len: int) -> PackedConversations:
     """Pack the conversations of a range of tokens in order; a sample ends before the first one that does not fit."""
     size, ends = seq_len + 1, store.ends(start, stop)
     ranges = np.stack([np.concatenate(([start], ends[:-1])), ends], axis=1) if len(ends) else np.empty((0, 2), np.int64)
@@ -76,8 +77,8 @@ def pack_conversations(store: Store, start: int, stop: int, seq_len: int) -> Con
     left_out = len(ranges) - len(kept)
     if len(long):
         log.warning(
-            "%d of %d conversations have more than %d tokens (train.seq_len + 1): %d are cut behind the last turn that "
-            "fits, %d are left out, because their first turn does not fit",
+            "%d of %d conversations have more than %d tokens (train.seq_len + 1): %d are cut after the last turn that "
+            "fits, %d are left out, because no trained turn ends within a sample",
             len(long), len(ranges), size, len(long) - left_out, left_out,
         )  # fmt: skip
     firsts, room = [0] * bool(len(kept)), size
@@ -87,11 +88,12 @@ def pack_conversations(store: Store, start: int, stop: int, seq_len: int) -> Con
             room = size
         room -= length
     bounds = np.asarray([*firsts, len(kept)], np.int64) if firsts else np.zeros(1, np.int64)
-    return Conversations(store, seq_len, kept, bounds, len(long) - left_out, left_out)
+    return PackedConversations(store, seq_len, kept, bounds, len(long) - left_out, left_out)
 
 
 def _fitting(store: Store, first: int, size: int) -> int:
     """Return the tokens of a conversation up to its last turn within `size` tokens; 0 if they are not trained on."""
-    ends = np.flatnonzero(store.turn_ends(first, first + size))
+    flags = store.flags(first, first + size)
+    ends = np.flatnonzero(flags & TURN_END)
     count = int(ends[-1]) + 1 if len(ends) else 0
-    return count if count and store.weights(first, first + count).any() else 0
+    return count if (flags[:count] & TRAINED).any() else 0

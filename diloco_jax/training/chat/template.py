@@ -32,7 +32,7 @@ MARKS = "diloco_marks"
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # The day that templates write into data: with the real one, a store would depend on the day when it was made.
 DAY = datetime(2026, 1, 1)
-# The most characters of a text, so that a template cannot fill the memory.
+# The most characters of a text: its tokens take about a hundred times as much memory.
 TEXT_MAX = 1 << 26
 
 
@@ -85,17 +85,22 @@ class ChatTemplate:
           ValueError: the template refuses the conversation, or fails.
         """
         name = self._name(tools)
-        variables = {**self._special, **(options or {})}
-        variables |= {"messages": _with_thoughts(messages), "tools": tools, "documents": None}
+        variables = {"documents": None, **self._special, **(options or {})}
+        variables |= {"messages": _with_thoughts(messages), "tools": tools, "add_generation_prompt": prompt}
+        variables[MARKS] = marks
+        pieces, length = list[str](), 0
         try:
-            text = self._made[name].render(**variables, add_generation_prompt=prompt, **{MARKS: marks})
+            for piece in self._made[name].generate(variables):
+                pieces.append(piece)
+                if (length := length + len(piece)) > TEXT_MAX:
+                    break
         # A template is a program, so it may raise any error.
         except Exception as error:
             why = " ".join(str(error).split())[:300] or type(error).__name__
             raise ValueError(f"the chat template of {self._where} refuses the conversation: {why}") from error
-        if len(text) > TEXT_MAX:
-            raise ValueError(f"a conversation has {len(text):,} characters of text; the limit is {TEXT_MAX:,}")
-        return text
+        if length > TEXT_MAX:
+            raise ValueError(f"a conversation has more than {TEXT_MAX:,} characters of text; make it shorter")
+        return "".join(pieces)
 
     def marks_turns(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
         """Return whether the template marks the assistant's parts with {% generation %}."""
@@ -104,13 +109,15 @@ class ChatTemplate:
     @cached_property
     def opening(self) -> str:
         """Return the text that opens an assistant's turn (the generation prompt); "" if a turn needs none."""
-        asked = [{"role": "user", "content": "a"}]
-        try:
-            before, after = self.render(asked), self.render(asked, prompt=True)
-        except ValueError:
-            # Some templates need a system message, or none but pairs of turns.
-            return ""
-        return after[len(before) :] if after.startswith(before) else ""
+        question = {"role": "user", "content": "a"}
+        # Some templates refuse a conversation without a system message, others one with it.
+        for messages in ([question], [{"role": "system", "content": "b"}, question]):
+            try:
+                before, after = self.render(messages), self.render(messages, prompt=True)
+            except ValueError:
+                continue
+            return after[len(before) :] if after.startswith(before) else ""
+        return ""
 
     def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         return WITH_TOOLS if tools is not None and WITH_TOOLS in self._made else DEFAULT

@@ -1,17 +1,18 @@
 """The tokens of a conversation, and which of them are trained on.
 
 Training is on what the assistant would write: everything after the text that asks it to write (the generation prompt),
-up to the token that ends its turn. A template only gives the text of a whole conversation, and it may drop or change
-parts of messages. To find the turns, the conversation is rendered a second time, with marks around the assistant's
-texts. Without its marks the second text must equal the first one, so marks never change what is trained on.
+up to the token that ends its turn. A template only gives the text of a whole conversation, and it may drop, move or
+change parts of messages. To find the turns, the conversation is rendered a second time, with marks around texts.
+Without its marks the second text must equal the first one, so marks never change what is trained on.
 
     <user>Hello<end><assistant>[Good day]<end>
                                |__________|___| trained
-                                  marks    the special token behind the marks
+                                  marks    the special token after the marks
 """
 
 import re
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +23,9 @@ from diloco_jax.training.data.config import LossOn
 from diloco_jax.training.data.tokenizer import Tokenizer
 
 ASSISTANT = "assistant"
-# Characters for private use, which texts do not have. One from each range encloses the texts of one message.
-OPEN, CLOSE, MESSAGES_MAX = 0xF0000, 0x100000, 0xFFFD
-MARK = re.compile(f"[{chr(OPEN)}-{chr(OPEN + MESSAGES_MAX)}{chr(CLOSE)}-{chr(CLOSE + MESSAGES_MAX)}]")
+# Characters for private use, which no known font has. One from each half encloses one text.
+OPEN, CLOSE, TEXTS_MAX = 0x100000, 0x108000, 0x7FFD
+MARK = re.compile(f"[{chr(OPEN)}-{chr(CLOSE + TEXTS_MAX)}]")
 
 
 class Conversation(NamedTuple):
@@ -57,12 +58,14 @@ class Encoded(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A range of characters."""
+    """A range of characters that the assistant wrote."""
 
     start: int
     stop: int
-    # Whether the range has the token that ends a turn.
-    ended: bool = True
+    # The number of its message.
+    message: int
+    # Whether the range includes the token that ends the turn.
+    ended: bool
 
 
 def encode_conversation(
@@ -78,13 +81,17 @@ def encode_conversation(
         found.
     """
     text = template.render(row.messages, row.tools, options=row.options)
+    if found := MARK.search(text):
+        raise ValueError(f"a text has the character U+{ord(found.group()):X}, which marks the assistant's turns")
     ids, places = tokenizer.encode_places(text)
-    turns = _token_turns(row, template, tokenizer, text, ids, places, loss_on)
-    weights = np.full(len(ids), loss_on == "all", np.uint8)
-    for turn in turns if loss_on == "completion" else turns[-1:]:
-        weights[turn] = 1
-    ends = np.zeros(len(ids), np.uint8)
-    ends[[turn.stop - 1 for turn in turns if turn.stop > turn.start]] = 1
+    found = _token_turns(row, template, tokenizer, text, ids, places, loss_on)
+    weights, ends = np.full(len(ids), loss_on == "all", np.uint8), np.zeros(len(ids), np.uint8)
+    last = max((number for number, one in enumerate(row.messages) if one.get("role") == ASSISTANT), default=-1)
+    for message, turn in found:
+        # The marks of a template do not say which message they belong to.
+        if loss_on == "completion" or (loss_on == "last" and message in (last, -1)):
+            weights[turn] = 1
+        ends[turn.stop - 1] = 1
     return Encoded(ids, weights, ends, text)
 
 
@@ -96,21 +103,46 @@ def _token_turns(
     ids: list[int],
     places: Int[np.ndarray, "n 2"],
     loss_on: LossOn,
-) -> list[slice]:
-    """Return the tokens of each turn of the assistant, with the one that ends the turn."""
+) -> list[tuple[int, slice]]:
+    """Return the number of each turn's message, and the turn's tokens with the one that ends it."""
     try:
-        spans = (_enclosed if template.marks_turns(row.tools) else _turns)(row, template, text)
+        if template.marks_turns(row.tools):
+            spans = _enclosed(row, template, text)
+            spans = spans[-1:] if loss_on == "last" else spans
+        else:
+            spans = _turns(row, template, text)
     except ValueError:
         # Without turns, all tokens can still be trained on, but a conversation that is too long cannot be cut.
         if loss_on != "all":
             raise
         return []
-    found = [_tokens(places, span) for span in spans]
-    turns, limits = [], [*(first for first, _ in found[1:]), len(ids)]
-    for span, (first, stop), limit in zip(spans, found, limits, strict=False):
-        ends = (at + 1 for at in range(stop, limit) if ids[at] in tokenizer.special)
-        turns.append(slice(first, stop if span.ended else next(ends, stop)))
+    turns = list[tuple[int, slice]]()
+    for span in spans:
+        first, stop = _tokens(places, span.start, span.stop)
+        if not span.ended:
+            # Only white space may be between a text and the token that ends its turn.
+            at = stop
+            while at < len(ids) and ids[at] not in tokenizer.special and text[slice(*places[at])].isspace():
+                at += 1
+            stop = at + 1 if at < len(ids) and ids[at] in tokenizer.special else stop
+        elif not template.marks_turns(row.tools):
+            # A token that reaches beyond the text of a call does not belong to it.
+            stop = max(first, int(np.searchsorted(places[:, 1], span.stop, side="right")))
+        if stop > first:
+            turns.append((span.message, slice(first, stop)))
     return turns
+
+
+def turn_end_of(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """Return the token that ends the assistant's turns in a template; None if no special token does."""
+    row = Conversation([{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}])
+    try:
+        encoded = encode_conversation(row, template, tokenizer)
+    except ValueError:
+        # Some templates refuse a conversation without a system message.
+        return None
+    last = encoded.ids[int(encoded.ends.argmax())] if encoded.ends.any() else None
+    return last if last in tokenizer.special else None
 
 
 def encode_completion(row: Completion, tokenizer: Tokenizer, loss_on: LossOn = "completion") -> Encoded:
@@ -127,23 +159,25 @@ def encode_completion(row: Completion, tokenizer: Tokenizer, loss_on: LossOn = "
     weights, ends = np.ones(len(whole), np.uint8), np.zeros(len(whole), np.uint8)
     ends[-1:] = 1
     if loss_on != "all":
-        weights[: len(before) + _tokens(places, Span(len(row.prompt), len(text)))[0]] = 0
+        weights[: len(before) + _tokens(places, len(row.prompt), len(text))[0]] = 0
     return Encoded(whole, weights, ends, text)
 
 
-def _tokens(places: Int[np.ndarray, "n 2"], span: Span) -> tuple[int, int]:
-    """Return the range of the tokens that have characters of a span."""
+def _tokens(places: Int[np.ndarray, "n 2"], start: int, stop: int) -> tuple[int, int]:
+    """Return the range of the tokens that have characters of a range of a text."""
     # Pieces of one character share its place, and a token may have no character, so places ascend, but not strictly.
-    first = int(np.searchsorted(places[:, 1], span.start, side="right"))
-    return first, max(first, int(np.searchsorted(places[:, 0], span.stop, side="left")))
+    first = int(np.searchsorted(places[:, 1], start, side="right"))
+    return first, max(first, int(np.searchsorted(places[:, 0], stop, side="left")))
 
 
 def _enclosed(row: Conversation, template: ChatTemplate, text: str) -> list[Span]:
-    """Return the parts of a text that the template itself marks as the assistant's, behind the prompt."""
+    """Return the parts of a text that the template itself marks as the assistant's, after the prompt."""
     marks = chr(OPEN), chr(CLOSE)
-    marked = template.render(row.messages, row.tools, options=row.options, marks=marks)
-    found = [place for _, place in _marks(marked, text)]
-    spans = [Span(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
+    found = _marks(template.render(row.messages, row.tools, options=row.options, marks=marks), text)
+    if found is None:
+        raise ValueError("the chat template changes what {% generation %} encloses; correct it, or use loss_on: all")
+    places = [place for _, place in found]
+    spans = [Span(*pair, message=-1, ended=True) for pair in zip(places[::2], places[1::2], strict=True)]
     if not row.prompt:
         return spans
     roles = [message.get("role") for message in row.messages]
@@ -156,95 +190,128 @@ def _enclosed(row: Conversation, template: ChatTemplate, text: str) -> list[Span
 
 
 def _turns(row: Conversation, template: ChatTemplate, text: str) -> list[Span]:
-    """Return the assistant's turns in a text, behind the prompt."""
-    if len(row.messages) > MESSAGES_MAX:
-        raise ValueError(f"a conversation has {len(row.messages):,} messages; the limit is {MESSAGES_MAX:,}")
-    numbered = enumerate(row.messages)
-    messages = [_marked(one, number) if one.get("role") == ASSISTANT else one for number, one in numbered]
-    found = _marks(template.render(messages, row.tools, options=row.options), text)
-    spans, last = list[Span](), 0
-    for number in range(len(messages)):
-        opened, closed = chr(OPEN + number), chr(CLOSE + number)
-        places = [place for mark, place in found if mark in (opened, closed)]
-        # A template may leave out a message.
-        if not places:
-            continue
-        called = ""
-        if messages[number].get("tool_calls"):
-            count, called = _with_calls(row, template, messages[: number + 1])
-            places = places[:count]
-        if number >= row.prompt:
-            start = _opened(template.opening, text, last, places[0])
-            length = len(_common_start(called, text[places[-1] :]).rstrip())
-            spans.append(Span(start, places[-1] + length, ended=length > 0))
-        last = places[-1]
-    return spans
+    """Return the assistant's turns in a text, after the prompt.
 
-
-def _with_calls(row: Conversation, template: ChatTemplate, messages: list[Message]) -> tuple[int | None, str]:
-    """Return how many marks a turn with calls of tools has, and the text after its last mark that ends the turn.
-
-    The names of tools may appear again in later messages, and calls may have special tokens within them. So the text of
-    the conversation up to the calls is compared. Some templates refuse it; then all marks count, and no text is known.
-
-    Args:
-      messages: the marked messages up to the turn.
+    A turn has several spans if the template writes the answer of a tool within it.
     """
-    try:
-        ended = template.render(messages, row.tools, options=row.options)
-    except ValueError:
-        return None, ""
-    own = {chr(OPEN + len(messages) - 1), chr(CLOSE + len(messages) - 1)}
-    return sum(mark in own for mark in MARK.findall(ended)), MARK.split(ended)[-1]
-
-
-def _common_start(one: str, other: str) -> str:
-    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return one[: next(differ, min(len(one), len(other)))]
-
-
-def _opened(opening: str, text: str, last: int, first: int) -> int:
-    """Return the place where the assistant begins to write: behind the generation prompt, before its first mark.
-
-    Templates may open earlier turns with only the first line of the generation prompt, and write no thought there.
-    """
-    for asked in dict.fromkeys((opening, opening.partition("\n")[0] + "\n")):
-        if asked.strip() and (place := text.rfind(asked, last, first)) >= 0:
-            return place + len(asked)
-    return first
-
-
-def _marks(marked: str, text: str) -> list[tuple[str, int]]:
-    """Return each mark with its place in the text without marks.
-
-    Raises:
-      ValueError: without its marks, the marked text is another one.
-    """
-    if MARK.sub("", marked) != text:
+    # Some templates look into texts. Then fewer marks are enough: a text between others needs none.
+    for chosen in (_all_texts, _of_assistants, _of_calls):
+        marked = _Marked(row.messages, chosen)
+        found = _marks(template.render(marked.messages, row.tools, options=row.options), text)
+        if found is not None:
+            break
+    else:
         raise ValueError(
             "the chat template changes the assistant's texts, so its turns cannot be found; enclose them with "
             "{% generation %} and {% endgeneration %} in the template, or use loss_on: all"
         )
+    # The name of a tool may appear again in the answer of the tool.
+    first = dict(reversed([(mark, place) for mark, place in found]))
+    ordered = sorted(((place, mark) for mark, place in first.items()), key=lambda one: one[0])
+    spans, last = list[Span](), 0
+    for number, run in groupby(ordered, key=lambda one: marked.message_of(one[1])):
+        places = list(run)
+        message = row.messages[number]
+        if number >= row.prompt and message.get("role") == ASSISTANT:
+            start = _opened(template.opening, text, last, places[0][0])
+            stop, mark = places[-1]
+            called = _call_length(row, template, marked.messages[: number + 1], mark, text[stop:])
+            spans.append(Span(start, stop + called, number, ended=called > 0))
+        last = places[-1][0]
+    return spans
+
+
+def _call_length(row: Conversation, template: ChatTemplate, messages: list[Message], mark: str, rest: str) -> int:
+    """Return the characters after a turn's last mark that write calls of tools and end the turn; 0 without calls.
+
+    Calls may have special tokens within them. So they end where the text of the conversation up to them differs from
+    the text of the whole one.
+
+    Args:
+      messages: the marked messages up to the turn.
+      mark: the turn's last mark.
+      rest: the text of the whole conversation after that mark.
+    """
+    if not messages[-1].get("tool_calls"):
+        return 0
+    try:
+        ended = template.render(messages, row.tools, options=row.options)
+    except ValueError:
+        # Some templates refuse a conversation that ends with a call.
+        return 0
+    tail = MARK.sub("", ended.partition(mark)[2])
+    differ = (at for at, (a, b) in enumerate(zip(tail, rest, strict=False)) if a != b)
+    return len(tail[: next(differ, min(len(tail), len(rest)))].rstrip())
+
+
+def _opened(opening: str, text: str, last: int, first: int) -> int:
+    """Return the place where the assistant begins to write: after the generation prompt, before its first mark.
+
+    A generation prompt may also begin a thought, which templates leave out of earlier turns. So the longest beginning
+    of the prompt counts that the text has; its first line, or what precedes a thought, is long enough.
+    """
+    least = len(re.split(r"\n|(?<=[>\]|｜])(?=<think)", opening.rstrip())[0])
+    for length in range(len(opening), max(least, 1) - 1, -1):
+        if (place := text.rfind(opening[:length], last, first)) >= 0:
+            return place + length
+    return first
+
+
+def _marks(marked: str, text: str) -> list[tuple[str, int]] | None:
+    """Return each mark with its place in the text without marks; None if that is another text."""
+    if MARK.sub("", marked) != text:
+        return None
     return [(one.group(), one.start() - number) for number, one in enumerate(MARK.finditer(marked))]
 
 
-def _marked(message: Message, number: int) -> Message:
-    """Return a message with marks around each of its texts, within their white space, which templates may remove."""
+# Chooses the texts that get marks: of a message's content and thoughts, and of its calls.
+Choice = Callable[[Message], tuple[bool, bool]]
 
-    def enclose(text: str) -> str:
-        inner = text.strip()
-        return text.replace(inner, f"{chr(OPEN + number)}{inner}{chr(CLOSE + number)}", 1) if inner else text
 
-    found = dict(message)
-    for name in ("content", *THOUGHTS):
-        value = found.get(name)
-        if isinstance(value, str):
-            found[name] = enclose(value)
-        elif isinstance(value, list):
-            found[name] = [_with_text(part, enclose) for part in value]
-    if isinstance(calls := found.get("tool_calls"), list):
-        found["tool_calls"] = [_with_name(call, enclose) for call in calls]
-    return found
+def _all_texts(message: Message) -> tuple[bool, bool]:
+    # The answers of tools show where the assistant's texts around them end.
+    return message.get("role") in (ASSISTANT, "tool"), True
+
+
+def _of_assistants(message: Message) -> tuple[bool, bool]:
+    return message.get("role") == ASSISTANT, True
+
+
+def _of_calls(message: Message) -> tuple[bool, bool]:
+    return message.get("role") == ASSISTANT and not message.get("tool_calls"), True
+
+
+class _Marked:
+    """Messages with a pair of marks around each chosen text, within its white space, which templates may remove."""
+
+    def __init__(self, messages: list[Message], choice: Choice) -> None:
+        self._messages_of_texts = list[int]()
+        self.messages = [self._with_marks(one, number, choice) for number, one in enumerate(messages)]
+
+    def message_of(self, mark: str) -> int:
+        """Return the number of the message whose text has a mark."""
+        code = ord(mark)
+        return self._messages_of_texts[code - CLOSE if code >= CLOSE else code - OPEN]
+
+    def _with_marks(self, message: Message, number: int, choice: Choice) -> Message:
+        def enclose(text: str) -> str:
+            if not (inner := text.strip()):
+                return text
+            if (at := len(self._messages_of_texts)) > TEXTS_MAX:
+                raise ValueError(f"a conversation has more than {TEXTS_MAX:,} texts of the assistant; make it shorter")
+            self._messages_of_texts.append(number)
+            return text.replace(inner, f"{chr(OPEN + at)}{inner}{chr(CLOSE + at)}", 1)
+
+        found, (texts, calls) = dict(message), choice(message)
+        for name in ("content", *THOUGHTS) if texts else ():
+            value = found.get(name)
+            if isinstance(value, str):
+                found[name] = enclose(value)
+            elif isinstance(value, list):
+                found[name] = [_with_text(part, enclose) for part in value]
+        if calls and isinstance(value := found.get("tool_calls"), list):
+            found["tool_calls"] = [_with_name(call, enclose) for call in value]
+        return found
 
 
 def _with_text(part: Any, enclose: Callable[[str], str]) -> Any:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.training.chat.template import open_template
+from diloco_jax.training.chat.turns import turn_end_of
 from diloco_jax.training.convert.weights import CONFIG_FILE, read_json
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.data.tokenizer import Tokenizer, has_tokenizer, open_tokenizer
@@ -43,16 +45,38 @@ def token_ids(model: ModelConfig, folders: Sequence[Path], tokenizer: Tokenizer 
     return found
 
 
+def turn_end(data: DataConfig, tokenizer: Tokenizer | None) -> set[int]:
+    """Return the token that ends the assistant's turns in a run's conversations; empty if there are none.
+
+    The tokenizer of a base model names another end, although its template has turns.
+    """
+    if not (data.with_chat and tokenizer and tokenizer.folder):
+        return set()
+    try:
+        found = turn_end_of(open_template(tokenizer.folder), tokenizer)
+    except ValueError:
+        # Rows with a prompt and a completion need no template.
+        return set()
+    return set() if found is None else {found}
+
+
+def with_ends(said: dict[str, Any], ends: set[int]) -> dict[str, Any]:
+    """Return settings whose end tokens include `ends`."""
+    ids = _ids(said.get(END))
+    missing = sorted(ends - {*ids})
+    return {**said, END: [*ids, *missing] if ids else missing} if missing else said
+
+
 def stop_ids(model: ModelConfig, data: DataConfig, tokenizer: Tokenizer) -> set[int]:
     """Return the tokens that end a text which the run's model writes.
 
-    They are the end token of its documents, and those of generation_config.json of the public model that it started
-    from; without this file those of config.json, as in transformers.
+    They are the end tokens of its documents and of its conversations' turns, and those of generation_config.json of the
+    public model that it started from; without this file those of config.json, as in transformers.
     """
     folders = folders_of(model, data, tokenizer)
     path = next((one / GENERATION_FILE for one in folders if (one / GENERATION_FILE).exists()), None)
     said = read_json(path) if path else _said_ids(model, folders)
-    return {id for one in (said.get(END), tokenizer.end) for id in _ids(one)}
+    return {id for one in (said.get(END), tokenizer.end) for id in _ids(one)} | turn_end(data, tokenizer)
 
 
 def licences_of(model: ModelConfig) -> list[Path]:

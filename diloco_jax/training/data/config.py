@@ -9,7 +9,7 @@ from diloco_jax.protocol.corpora import wrong_corpus_name
 from diloco_jax.training.named import check_choices, check_setting
 
 DataFormat = Literal["bytes", "tokens", "store", "text", "jsonl", "parquet", "arrow", "arrayrecord", "chat", "images"]
-# What is trained on in conversations; empty in a source whose rows are text.
+# The tokens of conversations that have a weight in the loss.
 LossOn = Literal["completion", "last", "all"]
 TokenDtype = Literal["uint16", "uint32"]
 
@@ -132,10 +132,11 @@ class DataConfig:
     field: str = "text"
     """Column or key with the text, for jsonl, parquet, arrow and images. In conversations `text` stands for `messages`.
     Set it if your column or key has another name."""
-    loss_on: LossOn = "completion"
-    """What is trained on in conversations. completion: the assistant's turns, or the completion of a prompt. last: only
-    the last turn. all: every token. Set it to last if earlier turns of your data are not good, and to all to train on
-    the users' turns too. A store keeps what it was built with."""
+    loss_on: LossOn | None = None
+    """The tokens of conversations that are trained on. completion: the assistant's turns, or the completion of a
+    prompt; the default. last: only the last turn. all: every token. Set it to last if earlier turns of your data are
+    not good, and to all to train on the users' turns too. It must be left out for a store, which keeps the one that it
+    was made with."""
     tokenizer: str = ""
     """A folder with tokenizer.json, train:SIZE or bytes, for text and images that become a store; for format tokens,
     the tokenizer that produced the ids. A store contains its tokenizer. Set it for texts that become a store, and for

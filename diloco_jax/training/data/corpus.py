@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from jaxtyping import Integer
 
-from diloco_jax.training.chat.packing import Weighted, pack_conversations
+from diloco_jax.training.chat.packing import PackedConversations, WithWeights, pack_conversations
 from diloco_jax.training.data.config import PLAIN, STDLIB, DataConfig, SourceConfig
 from diloco_jax.training.data.documents import MESSAGES, TEXT, TextSource
 from diloco_jax.training.data.image_store import (
@@ -307,7 +307,9 @@ def _with_images(source: Source, config: DataConfig) -> Source:
 
 def _with_weights(source: Source, config: DataConfig) -> Source:
     """Return a source whose samples have weights in the loss."""
-    return replace(source, train=Weighted(source.train), held_out=Weighted(source.held_out))
+    if isinstance(source.held_out, PackedConversations):
+        return source
+    return replace(source, train=WithWeights(source.train), held_out=WithWeights(source.held_out))
 
 
 def _load_own(config: DataConfig, seq_len: int) -> Source:
@@ -368,7 +370,13 @@ def open_store(config: DataConfig, part: SourceConfig) -> Store:
     if part.format != "chat":
         source = TextSource(part.path, part.format, part.patterns, part.field)
     elif is_store(part.path):
-        return _of_kind(Store(local_store(part.path)), chat=True)
+        store = _of_kind(Store(local_store(part.path)), chat=True)
+        if config.loss_on not in (None, made := store.facts["loss_on"]):
+            raise ValueError(
+                f"the store '{store.folder}' was made with loss on {made}, but data.loss_on is {config.loss_on}; "
+                f"remove data.loss_on, or make a store with --loss-on {config.loss_on}"
+            )
+        return store
     elif not config.tokenizer:
         raise ValueError(
             f"'{part.path}' has conversations and is not a store, so it needs data.tokenizer: name the folder of a "
@@ -376,7 +384,7 @@ def open_store(config: DataConfig, part: SourceConfig) -> Store:
         )
     else:
         field = MESSAGES if part.field == TEXT else part.field
-        source = TextSource(part.path, "", part.patterns, field, config.loss_on)
+        source = TextSource(part.path, "", part.patterns, field, config.loss_on or "completion")
     return Store(cached_store(source, config.tokenizer))
 
 
@@ -414,6 +422,13 @@ def cut_source(
 
 def checked(source: Source, config: DataConfig, part: SourceConfig, count: int, seq_len: int, *, whole: bool) -> Source:
     """Return a source after a check that it has training samples and held-out samples."""
+    packed = isinstance(source.held_out, PackedConversations)
+    if packed and not (len(source.held_out) and (whole or len(source.train))):
+        raise ValueError(
+            f"'{part.path}' has {len(source.train)} training and {len(source.held_out)} held-out samples of whole "
+            f"conversations within {seq_len} tokens; raise train.seq_len, give more or shorter conversations, or "
+            f"another data.held_out_fraction ({config.held_out_fraction})"
+        )
     if not (whole or len(source.train)) or not len(source.held_out):
         raise ValueError(
             f"data.path '{part.path}' has {count} token{'s' * (count != 1)}: {len(source.train)} training and "

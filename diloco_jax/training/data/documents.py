@@ -21,6 +21,7 @@ import xxhash
 from fsspec.utils import compressions
 
 from diloco_jax.protocol.releases import install_hint
+from diloco_jax.training.data.config import LossOn
 
 Value = TypeVar("Value")
 PIECE_BYTES = 1 << 24
@@ -61,8 +62,8 @@ class SourcePiece(NamedTuple):
     # 0: the end of the file.
     stop: int
     size: int  # bytes
-    # What is trained on in chat data (chat/turns.py); empty: the rows are text.
-    loss_on: str = ""
+    # The tokens of conversations that have weights in the loss; None: the rows are text.
+    loss_on: LossOn | None = None
 
 
 class TextSource(NamedTuple):
@@ -75,7 +76,7 @@ class TextSource(NamedTuple):
     patterns: Sequence[str] = ("*",)
     field: str = TEXT
     # As in `SourcePiece`.
-    loss_on: str = ""
+    loss_on: LossOn | None = None
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -134,7 +135,7 @@ def list_pieces(source: TextSource) -> tuple[list[SourcePiece], str]:
         raise ValueError(f"'{source.path}' has no {format} file with content; correct the path, or patterns")
     # fsspec reads .zst only if zstandard is installed.
     readable = tuple(f".{suffix}" for suffix in compressions if suffix != "zip")
-    if source.loss_on and format == "text":
+    if source.loss_on and format in ("text", "arrayrecord"):
         raise ValueError(f"'{source.path}' has no JSONL, Parquet or Arrow; conversations are rows of such files")
     if packed := [name for name in sorted(found) if name.endswith(PACKED) and not name.endswith(readable)]:
         raise ValueError(
@@ -196,7 +197,7 @@ def read_values(piece: SourcePiece, parse: Callable[[Any], Value]) -> Iterator[V
         # An error of the disk has a number, unlike errors of pyarrow and of compression.
         if isinstance(error, OSError) and error.errno:
             raise
-        remedy = "" if "(--field" in str(error) else "; correct or remove it"
+        remedy = "" if "(--field" in str(error) or "; " in str(error) else "; correct or remove it"
         raise ValueError(f"{piece.url} cannot be read as {piece.format}: {error}{remedy}") from error
 
 

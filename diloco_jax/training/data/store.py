@@ -3,7 +3,7 @@
 store.json           counts, dtype, digests
 tokens-00000.bin     ids, in as many files as needed
 documents-00000.bin  the ends of the documents in the file of the same number, uint64
-weights-00000.bin    of conversations: for each id 1 if it is trained on, and 2 more at the end of a turn, uint8
+flags-00000.bin      of conversations: for each id 1 if it is trained on, and 2 more at the end of a turn, uint8
 tokenizer.json       the tokenizer, unless a token is a byte
 """
 
@@ -23,10 +23,12 @@ import xxhash
 from diloco_jax.training.data.documents import file_system
 from diloco_jax.training.data.tokenizer import BYTES, TOKENIZER_FILE, open_tokenizer
 
-STORE_FILE, VERSION = "store.json", 1
-TOKENS_NAME, DOCUMENTS_NAME, WEIGHTS_NAME = "tokens-{:05d}.bin", "documents-{:05d}.bin", "weights-{:05d}.bin"
+STORE_FILE = "store.json"
+# Earlier releases read text alone, and would train on every token of a conversation.
+VERSION, CHAT_VERSION = 1, 2
+TOKENS_NAME, DOCUMENTS_NAME, FLAGS_NAME = "tokens-{:05d}.bin", "documents-{:05d}.bin", "flags-{:05d}.bin"
 DTYPES = ("uint16", "uint32")
-# The bits of a byte of the weights.
+# The bits of a flag: the token is trained on; it is the last one of an assistant's turn.
 TRAINED, TURN_END = np.uint8(1), np.uint8(2)
 # The longest wait for another process that builds the same store.
 WAIT_S = 12 * 3600.0
@@ -48,12 +50,12 @@ class Store:
                 f"{folder / TOKENIZER_FILE} is not the tokenizer that produced this store's ids; copy the store again"
             )
         dtype = np.dtype(self.facts["dtype"]).newbyteorder("<")
-        self._tokens, self._ends, self._starts, self._weights = [], [], [0], list[np.ndarray]()
+        self._tokens, self._ends, self._starts, self._flags = [], [], [0], list[np.ndarray]()
         for number, part in enumerate(self.facts["files"]):
             self._tokens.append(_mapped(folder / TOKENS_NAME.format(number), dtype, part["tokens"]))
             self._ends.append(_mapped(folder / DOCUMENTS_NAME.format(number), np.dtype("<u8"), part["documents"]))
             if self.has_weights:
-                self._weights.append(_mapped(folder / WEIGHTS_NAME.format(number), np.dtype("u1"), part["tokens"]))
+                self._flags.append(_mapped(folder / FLAGS_NAME.format(number), np.dtype("u1"), part["tokens"]))
             self._starts.append(self._starts[-1] + part["tokens"])
             if part["tokens"] != (self._ends[-1][-1] if part["documents"] else 0):
                 raise self._damaged(number)
@@ -86,13 +88,13 @@ class Store:
         """Return the ids of a range as int32."""
         return np.concatenate(self._shares(self._tokens, start, stop)).astype(np.int32)
 
-    def weights(self, start: int, stop: int) -> np.ndarray:
-        """Return the weights of a range of a store of conversations as float32."""
-        return (np.concatenate(self._shares(self._weights, start, stop)) & TRAINED).astype(np.float32)
+    def flags(self, start: int, stop: int) -> np.ndarray:
+        """Return the flags of a range of conversations as uint8: TRAINED, TURN_END or both."""
+        return np.concatenate(self._shares(self._flags, start, stop))
 
-    def turn_ends(self, start: int, stop: int) -> np.ndarray:
-        """Return for each token of a range of conversations whether it is the last of an assistant's turn."""
-        return (np.concatenate(self._shares(self._weights, start, stop)) & TURN_END) > 0
+    def weights(self, start: int, stop: int) -> np.ndarray:
+        """Return the weights of a range of conversations in the loss, as float32."""
+        return (self.flags(start, stop) & TRAINED).astype(np.float32)
 
     def _shares(self, files: Sequence[np.ndarray], start: int, stop: int) -> list[np.ndarray]:
         return [
@@ -144,7 +146,7 @@ def read_facts(folder: Path, *, unfinished: bool = False) -> dict[str, Any]:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         version, finished, _ = facts["version"], facts["finished"], (facts["made_from"], facts["files"])
-        if finished and version == VERSION:
+        if finished and version in (VERSION, CHAT_VERSION):
             counts = [file[key] for file in facts["files"] for key in ("tokens", "documents")]
             if not all(isinstance(count, int) and count >= 0 for count in (facts["vocab_size"], *counts)):
                 raise ValueError("a count is not a number")
@@ -157,8 +159,10 @@ def read_facts(folder: Path, *, unfinished: bool = False) -> dict[str, Any]:
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); make or copy the store again") from error
-    if version != VERSION:
-        raise ValueError(f"{path} has version {version}, this package reads {VERSION}; make the store again")
+    if version not in (VERSION, CHAT_VERSION):
+        raise ValueError(
+            f"{path} has version {version}, this package reads {VERSION} and {CHAT_VERSION}; make the store again"
+        )
     if not finished and not unfinished:
         raise ValueError(f"the store '{folder}' is not finished; run the same diloco tokenize again, it continues")
     return dict(facts)

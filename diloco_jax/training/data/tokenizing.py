@@ -29,7 +29,7 @@ from diloco_jax.training.data.documents import (
     list_pieces,
     read_documents,
 )
-from diloco_jax.training.data.store import DOCUMENTS_NAME, STORE_FILE, TOKENS_NAME, WEIGHTS_NAME, locked, read_facts
+from diloco_jax.training.data.store import DOCUMENTS_NAME, FLAGS_NAME, STORE_FILE, TOKENS_NAME, locked, read_facts
 from diloco_jax.training.data.tokenizer import (
     BYTES,
     SIZE_MAX,
@@ -95,7 +95,7 @@ def build_store(
     else:
         training_size(tokenizer)
         made_from = {"source": digest, "tokenizer": tokenizer}
-    _begin(out, made_from)
+    _begin(out, made_from, _version(source))
     with locked(out / LOCK_NAME, 0.0):
         if read_facts(out, unfinished=True)["finished"]:
             return out
@@ -113,7 +113,7 @@ def build_store(
         facts |= {key: sum(file.get(key, 0) for file in files) for key in ("rows_left_out", "documents_replaced")}
         if source.loss_on:
             facts |= {"loss_on": source.loss_on, "trained": sum(file["trained"] for file in files)}
-        begun = {"version": store.VERSION, "finished": True, "made_from": made_from}
+        begun = {"version": _version(source), "finished": True, "made_from": made_from}
         write_whole(out / STORE_FILE, json.dumps({**begun, **facts, "files": files}, indent=1))
         for part in parts:
             (out / PART_NAME.format(part.number)).unlink()
@@ -154,12 +154,16 @@ def _template_digest(source: TextSource, tokenizer: str) -> str:
     return xxhash.xxh3_128(json.dumps(files).encode()).hexdigest()
 
 
-def _begin(out: Path, made_from: dict[str, str]) -> None:
+def _version(source: TextSource) -> int:
+    return store.CHAT_VERSION if source.loss_on else store.VERSION
+
+
+def _begin(out: Path, made_from: dict[str, str], version: int) -> None:
     if not (out / STORE_FILE).exists():
         if out.exists() and any(each.name != LOCK_NAME for each in out.iterdir()):
             raise ValueError(f"'{out}' has files but no {STORE_FILE}; name a new folder for the store")
         out.mkdir(parents=True, exist_ok=True)
-        begun = {"version": store.VERSION, "finished": False, "made_from": made_from, "files": []}
+        begun = {"version": version, "finished": False, "made_from": made_from, "files": []}
         write_whole(out / STORE_FILE, json.dumps(begun))
     have = read_facts(out, unfinished=True)["made_from"]
     if different := [key for key in made_from if have.get(key) != made_from[key]]:
@@ -265,7 +269,7 @@ def _is_made(part: StorePart) -> bool:
     try:
         facts = json.loads((part.out / PART_NAME.format(part.number)).read_text(encoding="utf-8"))
         hasher = xxhash.xxh3_64()
-        names = (TOKENS_NAME, DOCUMENTS_NAME, *((WEIGHTS_NAME,) if part.pieces[0].loss_on else ()))
+        names = (TOKENS_NAME, DOCUMENTS_NAME, *((FLAGS_NAME,) if part.pieces[0].loss_on else ()))
         for name in names:
             with (part.out / name.format(part.number)).open("rb") as file:
                 while block := file.read(1 << 22):
@@ -284,9 +288,9 @@ class EncodedPart(NamedTuple):
 
     # The ends of its documents as their file has them.
     ends: bytes
-    # The weights of its tokens as their file has them; empty if all are 1.
-    weights: bytes
-    # Counts, and the digest of tokens, ends and weights.
+    # The flags of its tokens as their file has them; empty if it is text.
+    flags: bytes
+    # Counts, and the digest of tokens, ends and flags.
     facts: dict[str, Any]
 
 
@@ -295,8 +299,8 @@ class Document(NamedTuple):
 
     ids: list[int]
     text: str
-    # The bytes of its file of weights; None: it has none.
-    weights: np.ndarray | None = None
+    # The flags of the tokens of a conversation; None if it is text.
+    flags: np.ndarray | None = None
 
 
 def _documents(pieces: Sequence[SourcePiece], tokenizer: Tokenizer) -> Iterator[Document]:
@@ -308,8 +312,8 @@ def _documents(pieces: Sequence[SourcePiece], tokenizer: Tokenizer) -> Iterator[
     from diloco_jax.training.chat.encoder import ChatEncoder
 
     for made in ChatEncoder(tokenizer).encode(pieces):
-        weights = made and made.weights * store.TRAINED + made.ends * store.TURN_END
-        yield Document(made.ids, made.text, weights) if made else Document([], "")
+        flags = made and made.weights * store.TRAINED + made.ends * store.TURN_END
+        yield Document(made.ids, made.text, flags) if made else Document([], "")
 
 
 def encode_part(pieces: Sequence[SourcePiece], tokenizer: Tokenizer, file: BinaryIO) -> EncodedPart:
@@ -317,7 +321,7 @@ def encode_part(pieces: Sequence[SourcePiece], tokenizer: Tokenizer, file: Binar
     hasher = xxhash.xxh3_64()
     dtype, ends, bytes_, tokens = np.dtype(_dtype(tokenizer)).newbyteorder("<"), [], 0, 0
     left_out = replaced = 0
-    weights = list[np.ndarray]()
+    flags = list[np.ndarray]()
     for ids, text, given in _documents(pieces, tokenizer):
         raw = np.asarray(ids, dtype).tobytes()
         hasher.update(raw)
@@ -325,17 +329,17 @@ def encode_part(pieces: Sequence[SourcePiece], tokenizer: Tokenizer, file: Binar
         tokens += len(ids)
         bytes_ += len(text.encode())
         ends += [tokens] * bool(ids)
-        weights += [] if given is None else [given]
+        flags += [] if given is None else [given]
         left_out += not ids
         replaced += REPLACEMENT in text
-    raw, loss = np.asarray(ends, "<u8").tobytes(), b"".join(one.tobytes() for one in weights)
+    raw, marks = np.asarray(ends, "<u8").tobytes(), b"".join(one.tobytes() for one in flags)
     hasher.update(raw)
-    hasher.update(loss)
+    hasher.update(marks)
     facts = {"tokens": tokens, "documents": len(ends), "bytes": bytes_, "digest": hasher.hexdigest()}
     facts |= {"rows_left_out": left_out, "documents_replaced": replaced}
     if pieces[0].loss_on:
-        facts["trained"] = sum(int((one & store.TRAINED).sum()) for one in weights)
-    return EncodedPart(raw, loss, facts)
+        facts["trained"] = sum(int((one & store.TRAINED).sum()) for one in flags)
+    return EncodedPart(raw, marks, facts)
 
 
 def write_part(part: StorePart, write_tokens: Callable[[BinaryIO], EncodedPart]) -> int:
@@ -349,7 +353,7 @@ def write_part(part: StorePart, write_tokens: Callable[[BinaryIO], EncodedPart])
             encoded = write_tokens(file)
         (part.out / DOCUMENTS_NAME.format(part.number)).write_bytes(encoded.ends)
         if part.pieces[0].loss_on:
-            (part.out / WEIGHTS_NAME.format(part.number)).write_bytes(encoded.weights)
+            (part.out / FLAGS_NAME.format(part.number)).write_bytes(encoded.flags)
         write_whole(part.out / PART_NAME.format(part.number), json.dumps(encoded.facts))
     except OSError as error:
         # For a full disk, Python does not name the file.

@@ -80,13 +80,18 @@ def test_an_answer_continues_the_conversation(tmp_path: Path) -> None:
         asked.append(tokenizer.decode(ids))
         return iter(["Yes", ", sir"])
 
-    language: Any = SimpleNamespace(tokenizer=tokenizer, write=write)
+    language: Any = SimpleNamespace(tokenizer=tokenizer, write=write, context=100)
     chat = Chat(language, "Be polite.")
     assert list(chat.answer("Hi", 9, Writing())) == ["Yes", ", sir"]
     assert "".join(chat.answer("So?", 9, Writing())) == "Yes, sir"
     first = "<|begin|>system\nBe polite.<|stop|>\n<|begin|>user\nHi<|stop|>\n<|begin|>assistant\n"
     assert asked == [first, f"{first}Yes, sir<|stop|>\n<|begin|>user\nSo?<|stop|>\n<|begin|>assistant\n"]
     assert [message["role"] for message in chat.messages] == ["system", *["user", "assistant"] * 2]
+    # The oldest turns leave if the context is full.
+    language.context = 70
+    assert "".join(chat.answer("Why?", 9, Writing())) == "Yes, sir"
+    system = first[: first.index("<|begin|>user")]
+    assert asked[2] == f"{system}<|begin|>user\nWhy?<|stop|>\n<|begin|>assistant\n"
 
 
 def test_the_command_talks(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from diloco_jax.training.data.corpus import load_source, tokenizer_of
 from diloco_jax.training.data.documents import TextSource
 from diloco_jax.training.data.order import SampleOrder, eval_batches, example
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, WEIGHTS, count_predicted, stack
-from diloco_jax.training.data.store import Store
+from diloco_jax.training.data.store import TURN_END, Store
 from diloco_jax.training.data.tokenizing import build_store
 from diloco_jax.training.models.decoder import Decoder
 from tests.extras import absent
@@ -64,7 +64,7 @@ def test_a_store_has_the_weights_and_the_template(tmp_path: Path) -> None:
     weights = store.weights(0, len(store))
     answers = "".join(f"a{number}.<|stop|>" * (1 + number % 3) for number in range(6))
     assert trained(store.read(0, len(store)), weights, store) == answers
-    assert store.turn_ends(0, len(store)).sum() == 12 and store.facts["trained"] == weights.sum()
+    assert (store.flags(0, len(store)) & TURN_END).astype(bool).sum() == 12 and store.facts["trained"] == weights.sum()
     assert store.facts["documents"] == 6 and store.facts["rows_left_out"] == 1
     assert (store.folder / "chat_template.jinja").read_text() == LINES
 

@@ -207,7 +207,7 @@ def test_templates_come_from_a_file_or_from_the_settings(tmp_path: Path) -> None
         ("{{ messages.append(1) }}", "refuses the conversation"),
         ("{{ ''.__class__.__mro__ }}", "refuses the conversation"),
         ("{{ 1 / 0 }}", "refuses the conversation: division by zero"),
-        ("{{ 'a' * 2000 }}", "2,000 characters of text; the limit is 1,000"),
+        ("{{ 'a' * 2000 }}", "more than 1,000 characters of text; make it shorter"),
     ],
 )
 def test_what_a_template_may_not_do(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +219,7 @@ def test_what_a_template_may_not_do(text: str, message: str, monkeypatch: pytest
 def test_texts_with_the_characters_of_marks_are_refused(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, LINES)
     row = Conversation([said("user", chr(OPEN)), said("assistant", "b")])
-    with pytest.raises(ValueError, match="changes the assistant's texts"):
+    with pytest.raises(ValueError, match=r"a text has the character U\+F0000, which marks the assistant's turns"):
         encode_conversation(row, open_template(folder), open_tokenizer(folder))
 
 
