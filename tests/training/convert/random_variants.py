@@ -14,9 +14,12 @@ from tests.training.convert.variants import FULL, SLIDING, Variant, kinds
 # Families by what they have.
 BIASED = (
     "llama", "qwen3", "olmo2", "olmo3", "smollm3", "granite", "gemma", "gemma2", "gemma3_text", "qwen3_moe", "olmoe",
-    "gpt_oss", "seed_oss", "gemma4_text", "qwen3_5_text", "qwen3_5_moe_text",
+    "gpt_oss", "seed_oss", "gemma4_text", "qwen3_5_text", "qwen3_5_moe_text", "granitemoe",
 )  # fmt: skip
-MIXTURES = ("mixtral", "gpt_oss", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next", "gemma4_text")
+MIXTURES = (
+    "mixtral", "gpt_oss", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next", "gemma4_text",
+    "granitemoe",
+)  # fmt: skip
 # torch multiplies groups of matrices only if their rows have a multiple of 16 bytes.
 ROW = 4
 # transformers checks in these families that the heads divide the width.
@@ -122,7 +125,7 @@ def _mixture(draw: Draw, family: str, count: int) -> dict[str, Any]:
     """Return the experts, and for families that have them layers with an MLP beside layers with a mixture."""
     experts = draw.whole(2, 9)
     found: dict[str, Any] = {"num_experts_per_tok": draw.whole(1, experts)}
-    if family in ("mixtral", "gpt_oss"):
+    if family in ("mixtral", "gpt_oss", "granitemoe"):
         return found | {"num_local_experts": experts}
     found["num_experts"] = experts
     if family == "olmoe":
@@ -148,7 +151,7 @@ def _own(draw: Draw, family: str) -> dict[str, Any]:
         found["query_pre_attn_scalar"] = draw.whole(8, 40)
     if family == "gemma2":
         found["attn_logit_softcapping"] = draw.pick(None, draw.between(2, 6))
-    if family == "granite":
+    if family in ("granite", "granitemoe"):
         found |= {"embedding_multiplier": draw.between(0.5, 12), "residual_multiplier": draw.between(0.2, 1.2)}
         found |= {"attention_multiplier": draw.between(0.1, 0.4), "logits_scaling": draw.between(0.3, 1.5)}
     if family == "seed_oss":

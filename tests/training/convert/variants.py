@@ -34,6 +34,7 @@ LINEAR_EXPERTS = {
 # The sizes that only some families have.
 OWN_SIZES = {
     "mixtral": {"num_local_experts": 4},
+    "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 3,
