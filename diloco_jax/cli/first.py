@@ -141,7 +141,7 @@ def tokenize(arguments: argparse.Namespace) -> int:
     if arguments.loss_on and not arguments.chat:
         raise ValueError(f"--loss-on is {arguments.loss_on}, which only conversations have; add --chat, or remove it")
     field = arguments.field or (MESSAGES if arguments.chat else TEXT)
-    loss_on = (arguments.loss_on or "completion") if arguments.chat else None
+    loss_on: Any = (arguments.loss_on or "completion") if arguments.chat else None
     source = TextSource(arguments.source, "", tuple(arguments.patterns), field, loss_on)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     console = Console(stderr=True)

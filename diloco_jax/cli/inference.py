@@ -178,7 +178,7 @@ def _talk(arguments: argparse.Namespace, how: Writing) -> int:
         raise ValueError("--image is not read in conversations; leave --chat or --image out")
     language, step = _language(arguments.run)
     chat = Chat(language, arguments.system or "")
-    shows = sys.stdin.isatty() and not arguments.json
+    shows = sys.stdin is not None and sys.stdin.isatty() and not arguments.json
     for text in arguments.prompt or _lines(shows):
         pieces = map(_harmless, chat.answer(text, arguments.tokens, how))
         if arguments.json:
@@ -195,7 +195,8 @@ def _lines(shows: bool) -> Iterator[str]:
     """Yield the lines of the standard input that have text; ask for each if a person writes them."""
     while True:
         print("> " * shows, end="", flush=True)
-        if not (line := sys.stdin.readline()):
+        # A process may have no standard input.
+        if sys.stdin is None or not (line := sys.stdin.readline()):
             return
         if text := line.strip():
             yield text

@@ -374,7 +374,7 @@ def facts(**changes: Any) -> Callable[[Path], None]:
     [
         (lambda out: (out / "tokens-00001.bin").unlink(), "tokens-00001.bin is missing, store.json says"),
         (lambda out: (out / "documents-00000.bin").write_bytes(b"12345678"), "has 8 bytes, store.json says"),
-        (facts(version=2), "has version 2, this package reads 1"),
+        (facts(version=3), "has version 3, this package reads 1 and 2"),
         (facts(finished=False), "is not finished; run the same"),
         (facts(files=[{}]), "is damaged"),
         (facts(vocab_size="256"), "a count is not a number"),

@@ -8,6 +8,7 @@ from diloco_jax.runtime.model.evaluation import run_source
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.inference.language import Language
 from diloco_jax.tools.inference.writer import Writing
+from diloco_jax.training.chat.rows import whole_characters
 from diloco_jax.training.chat.template import Message, open_template
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, WEIGHTS
 
@@ -41,7 +42,7 @@ class Chat:
         Raises:
           ValueError: the template refuses the conversation.
         """
-        asked = [*self.messages, {"role": "user", "content": text}]
+        asked = [*self.messages, {"role": "user", "content": whole_characters(text)}]
         first = int(asked[0]["role"] == "system")
         # A text that is cut anywhere would begin within a turn, which the model was never trained on.
         while len(ids := self._ids(asked)) + count > self._language.context and len(asked) > first + 1:

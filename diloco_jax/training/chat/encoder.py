@@ -34,7 +34,9 @@ class ChatEncoder:
             yield from read_values(piece, partial(self._encode_row, piece))
 
     def _encode_row(self, piece: SourcePiece, row: Mapping[str, Any]) -> Encoded | None:
-        found = read_row(without_nulls(row) if piece.format in TABLES else row, piece.field)
+        if piece.format in TABLES:
+            row = {key: without_nulls(value) for key, value in row.items()}
+        found = read_row(row, piece.field)
         if found is None or piece.loss_on is None:
             return None
         if isinstance(found, Completion):

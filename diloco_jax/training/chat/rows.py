@@ -20,6 +20,8 @@ def read_row(row: Mapping[str, Any], field: str) -> Conversation | Completion | 
     Raises:
       ValueError: the row has another form.
     """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"it is {type(row).__name__}; give an object with '{field}' (--field, data.field)")
     row = whole_characters(row)
     tools, options = _parsed(row.get(TOOLS), TOOLS, list), _parsed(row.get(OPTIONS), OPTIONS, dict)
     if row.get(field) is not None:
@@ -34,6 +36,8 @@ def read_row(row: Mapping[str, Any], field: str) -> Conversation | Completion | 
             f"it has {', '.join(row) or 'no keys'}; give '{field}' (--field, data.field), or '{PROMPT}' and "
             f"'{COMPLETION}'"
         )
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise ValueError(f"'{PROMPT}' and '{COMPLETION}' differ in form; give both as texts, or both as messages")
     before = _messages(prompt, PROMPT)
     return _conversation([*before, *_messages(completion, COMPLETION)], len(before), tools, options)
 
@@ -65,6 +69,8 @@ def _is_other(part: Any) -> bool:
 
 def _parsed(value: Any, name: str, kind: type) -> Any:
     """Return a value that may be JSON text; None stays None."""
+    if isinstance(value, str) and not value.strip():
+        return None
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -87,5 +93,5 @@ def whole_characters(value: Any) -> Any:
     if isinstance(value, str):
         return HALVES.sub(REPLACEMENT, value)
     if isinstance(value, Mapping):
-        return {key: whole_characters(each) for key, each in value.items()}
+        return {whole_characters(key): whole_characters(each) for key, each in value.items()}
     return [whole_characters(each) for each in value] if isinstance(value, list) else value

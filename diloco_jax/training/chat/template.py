@@ -17,7 +17,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from diloco_jax.training.data.tokenizer import CHAT_FILE, SETTINGS_FILE, SPECIAL_FILE
+from diloco_jax.training.data.tokenizer import CHAT_FILE, SETTINGS_FILE, SPECIAL_FILE, TOOL_FILE
 from diloco_jax.training.regular import check_regular
 
 Message = dict[str, Any]
@@ -126,7 +126,8 @@ class ChatTemplate:
 def open_template(folder: Path | None, day: datetime | None = DAY) -> ChatTemplate:
     """Open the chat template in the folder of a tokenizer.
 
-    The file chat_template.jinja comes before `chat_template` in tokenizer_config.json, as in transformers.
+    The file chat_template.jinja comes before `chat_template` in tokenizer_config.json, as in transformers. A template
+    for conversations with tools may be beside it.
 
     Args:
       folder: None for the tokenizer of bytes, which has none.
@@ -147,6 +148,9 @@ def open_template(folder: Path | None, day: datetime | None = DAY) -> ChatTempla
     if isinstance(found, list):
         found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
     texts = {DEFAULT: found} if isinstance(found, str) else found
+    if isinstance(texts, dict) and (more := folder / TOOL_FILE).exists():
+        check_regular(more)
+        texts = {**texts, WITH_TOOLS: more.read_text(encoding="utf-8")}
     if not isinstance(texts, dict) or not isinstance(texts.get(DEFAULT), str):
         raise ValueError(
             f"{folder} has no chat template, which messages need: put {CHAT_FILE} there, or give rows with a prompt "

@@ -12,6 +12,7 @@ Without its marks the second text must equal the first one, so marks never chang
 
 import re
 from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -81,8 +82,8 @@ def encode_conversation(
         found.
     """
     text = template.render(row.messages, row.tools, options=row.options)
-    if found := MARK.search(text):
-        raise ValueError(f"a text has the character U+{ord(found.group()):X}, which marks the assistant's turns")
+    if mark := MARK.search(text):
+        raise ValueError(f"a text has the character U+{ord(mark.group()):X}, which marks the assistant's turns")
     ids, places = tokenizer.encode_places(text)
     found = _token_turns(row, template, tokenizer, text, ids, places, loss_on)
     weights, ends = np.full(len(ids), loss_on == "all", np.uint8), np.zeros(len(ids), np.uint8)
@@ -206,34 +207,35 @@ def _turns(row: Conversation, template: ChatTemplate, text: str) -> list[Span]:
             "{% generation %} and {% endgeneration %} in the template, or use loss_on: all"
         )
     # The name of a tool may appear again in the answer of the tool.
-    first = dict(reversed([(mark, place) for mark, place in found]))
-    ordered = sorted(((place, mark) for mark, place in first.items()), key=lambda one: one[0])
+    first = dict[str, int]()
+    for mark, place in found:
+        first.setdefault(mark, place)
     spans, last = list[Span](), 0
-    for number, run in groupby(ordered, key=lambda one: marked.message_of(one[1])):
-        places = list(run)
+    for number, run in groupby(first.items(), key=lambda one: marked.message_of(one[0])):
+        places = [(place, mark) for mark, place in run]
         message = row.messages[number]
         if number >= row.prompt and message.get("role") == ASSISTANT:
             start = _opened(template.opening, text, last, places[0][0])
             stop, mark = places[-1]
-            called = _call_length(row, template, marked.messages[: number + 1], mark, text[stop:])
+            called = 0
+            if marked.is_name(mark):
+                called = _call_length(row, template, marked.messages[: number + 1], mark, text[stop:])
             spans.append(Span(start, stop + called, number, ended=called > 0))
         last = places[-1][0]
     return spans
 
 
 def _call_length(row: Conversation, template: ChatTemplate, messages: list[Message], mark: str, rest: str) -> int:
-    """Return the characters after a turn's last mark that write calls of tools and end the turn; 0 without calls.
+    """Return the characters after the name of a turn's last tool that write its call and end the turn; 0 if unknown.
 
     Calls may have special tokens within them. So they end where the text of the conversation up to them differs from
     the text of the whole one.
 
     Args:
       messages: the marked messages up to the turn.
-      mark: the turn's last mark.
+      mark: the mark after the name.
       rest: the text of the whole conversation after that mark.
     """
-    if not messages[-1].get("tool_calls"):
-        return 0
     try:
         ended = template.render(messages, row.tools, options=row.options)
     except ValueError:
@@ -248,10 +250,10 @@ def _opened(opening: str, text: str, last: int, first: int) -> int:
     """Return the place where the assistant begins to write: after the generation prompt, before its first mark.
 
     A generation prompt may also begin a thought, which templates leave out of earlier turns. So the longest beginning
-    of the prompt counts that the text has; its first line, or what precedes a thought, is long enough.
+    of the prompt counts that the text has, at least its first line up to a thought.
     """
-    least = len(re.split(r"\n|(?<=[>\]|｜])(?=<think)", opening.rstrip())[0])
-    for length in range(len(opening), max(least, 1) - 1, -1):
+    header = opening.partition("\n")[0].partition("<think>")[0]
+    for length in range(len(opening), max(len(header), 1) - 1, -1):
         if (place := text.rfind(opening[:length], last, first)) >= 0:
             return place + length
     return first
@@ -281,25 +283,34 @@ def _of_calls(message: Message) -> tuple[bool, bool]:
     return message.get("role") == ASSISTANT and not message.get("tool_calls"), True
 
 
+def _number_of(mark: str) -> int:
+    """Return the number of the text that a mark encloses."""
+    return ord(mark) - (CLOSE if ord(mark) >= CLOSE else OPEN)
+
+
 class _Marked:
     """Messages with a pair of marks around each chosen text, within its white space, which templates may remove."""
 
     def __init__(self, messages: list[Message], choice: Choice) -> None:
-        self._messages_of_texts = list[int]()
+        # For each text the number of its message, and whether it is the name of a tool.
+        self._texts = list[tuple[int, bool]]()
         self.messages = [self._with_marks(one, number, choice) for number, one in enumerate(messages)]
 
     def message_of(self, mark: str) -> int:
         """Return the number of the message whose text has a mark."""
-        code = ord(mark)
-        return self._messages_of_texts[code - CLOSE if code >= CLOSE else code - OPEN]
+        return self._texts[_number_of(mark)][0]
+
+    def is_name(self, mark: str) -> bool:
+        """Return whether a mark encloses the name of a tool."""
+        return self._texts[_number_of(mark)][1]
 
     def _with_marks(self, message: Message, number: int, choice: Choice) -> Message:
-        def enclose(text: str) -> str:
+        def enclose(text: str, *, is_name: bool = False) -> str:
             if not (inner := text.strip()):
                 return text
-            if (at := len(self._messages_of_texts)) > TEXTS_MAX:
+            if (at := len(self._texts)) > TEXTS_MAX:
                 raise ValueError(f"a conversation has more than {TEXTS_MAX:,} texts of the assistant; make it shorter")
-            self._messages_of_texts.append(number)
+            self._texts.append((number, is_name))
             return text.replace(inner, f"{chr(OPEN + at)}{inner}{chr(CLOSE + at)}", 1)
 
         found, (texts, calls) = dict(message), choice(message)
@@ -310,7 +321,7 @@ class _Marked:
             elif isinstance(value, list):
                 found[name] = [_with_text(part, enclose) for part in value]
         if calls and isinstance(value := found.get("tool_calls"), list):
-            found["tool_calls"] = [_with_name(call, enclose) for call in value]
+            found["tool_calls"] = [_with_name(call, partial(enclose, is_name=True)) for call in value]
         return found
 
 

@@ -18,7 +18,7 @@ import tokenizers
 
 from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.training.data.documents import SourcePiece, needs
-from diloco_jax.training.data.tokenizer import BYTES, open_tokenizer, tokenizer_files
+from diloco_jax.training.data.tokenizer import BYTES, open_tokenizer, tokenizer_files, write_tokenizer
 from diloco_jax.training.data.tokenizing import EncodedPart, Engine, StorePart, encode_part, write_part
 
 # How often Ray repeats a task if its worker or its node is lost.
@@ -130,8 +130,7 @@ def _encoded(pieces: Sequence[SourcePiece], files: dict[str, str], wanted: str) 
     if (here := _versions()) != wanted:
         raise ValueError(f"a node of the Ray cluster has {here}, this process {wanted}; install the same on every node")
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in files.items():
-            (Path(folder) / name).write_text(text, encoding="utf-8")
+        write_tokenizer(Path(folder), files)
         made = open_tokenizer(folder if files else BYTES)
     file = io.BytesIO()
     encoded = encode_part(pieces, made, file)

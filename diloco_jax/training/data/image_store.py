@@ -30,7 +30,7 @@ from diloco_jax.training.data.mixture import Samples
 from diloco_jax.training.data.pictures import Broken, Picture, PictureSource, decode, list_pictures
 from diloco_jax.training.data.sample import PATCHES, POSITIONS, SEGMENTS, TOKENS, Sample
 from diloco_jax.training.data.store import WAIT_S, cache_folder, locked
-from diloco_jax.training.data.tokenizer import BYTES, tokenizer_files, train_tokenizer, write_whole
+from diloco_jax.training.data.tokenizer import BYTES, tokenizer_files, train_tokenizer, write_tokenizer
 from diloco_jax.training.data.tokenizing import TRAIN, TRAINING_BYTES, training_size
 
 FACTS, IMAGES, TEXTS, INDEX, NAMES = "images.json", "images.bin", "texts.bin", "index.bin", "names.txt"
@@ -174,8 +174,7 @@ def open_image_store(source: PictureSource, tokenizer: str, config: ImagesConfig
             if tokenizer.startswith(TRAIN):
                 train_tokenizer(_texts(pictures()), training_size(tokenizer), folder, names)
             else:
-                for name, text in tokenizer_files(tokenizer).items():
-                    write_whole(folder / name, text)
+                write_tokenizer(folder, tokenizer_files(tokenizer))
             build(pictures(), open_image_tokenizer(BYTES if which == BYTES else str(folder), config), folder)
     store = ImageStore(folder, config)
     broken, shown = store.facts["broken"], store.facts["broken_shown"]

@@ -19,8 +19,9 @@ from diloco_jax.training.regular import check_regular
 BYTES = "bytes"
 TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "tokenizer_config.json"
 CHAT_FILE, SPECIAL_FILE = "chat_template.jinja", "special_tokens_map.json"
+TOOL_FILE = "additional_chat_templates/tool_use.jinja"
 # The files are written in this order, so that the last one marks a complete tokenizer.
-TOKENIZER_FILES = (CHAT_FILE, SPECIAL_FILE, SETTINGS_FILE, TOKENIZER_FILE)
+TOKENIZER_FILES = (CHAT_FILE, TOOL_FILE, SPECIAL_FILE, SETTINGS_FILE, TOKENIZER_FILE)
 END = "<|endoftext|>"
 # The tokens that may end a document if the settings do not name one.
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -71,9 +72,10 @@ class Tokenizer:
 
     @cached_property
     def special(self) -> set[int]:
-        """Return the special tokens."""
+        """Return the ids of special tokens; the end of documents is one, whatever the file says."""
         added = self.made.get_added_tokens_decoder() if self.made else {}
-        return {number for number, token in added.items() if token.special}
+        found = {number for number, token in added.items() if token.special}
+        return found if self.end is None else found | {self.end}
 
     def encode_document(self, text: str) -> list[int]:
         """Return the ids of a document and its end; a long document is encoded in pieces that end with a line."""
@@ -155,8 +157,15 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 def tokenizer_files(name: str) -> dict[str, str]:
     """Return the texts of a tokenizer's files by file name, in the order of writing; none for the one of bytes."""
-    paths = [] if name == BYTES else [Path(name) / file for file in TOKENIZER_FILES]
-    return {path.name: path.read_text(encoding="utf-8") for path in paths if path.exists()}
+    paths = {} if name == BYTES else {file: Path(name) / file for file in TOKENIZER_FILES}
+    return {file: path.read_text(encoding="utf-8") for file, path in paths.items() if path.exists()}
+
+
+def write_tokenizer(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the files of `tokenizer_files` into a folder."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / name, text)
 
 
 def open_tokenizer(name: str | Path) -> Tokenizer:

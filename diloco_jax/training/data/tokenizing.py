@@ -40,6 +40,7 @@ from diloco_jax.training.data.tokenizer import (
     open_tokenizer,
     tokenizer_files,
     train_tokenizer,
+    write_tokenizer,
     write_whole,
 )
 
@@ -183,8 +184,7 @@ def _tokenizer(word: str, pieces: Sequence[SourcePiece], out: Path, tell: Tell |
         else:
             # This refuses damaged files before the store has them.
             open_tokenizer(word)
-            for name, text in tokenizer_files(word).items():
-                write_whole(out / name, text)
+            write_tokenizer(out, tokenizer_files(word))
     return open_tokenizer(out)
 
 

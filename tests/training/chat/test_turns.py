@@ -94,6 +94,47 @@ def test_the_turns_of_the_assistant_are_trained_on(tmp_path: Path, name: str, wh
     assert encoded(tmp_path, name, which) == wanted
 
 
+# A text beside a call of a tool, and thoughts that a template cuts out of the content, as in public templates.
+ODD = {
+    "a call before its text": (
+        "{% for m in messages %}{% if m.role == 'tool' %}<|call|>{{ m.name }}:{{ m.content }}<|stop|>"
+        "{% elif m.role == 'assistant' and m.tool_calls %}<|begin|>model {{ m.tool_calls[0].name }}<|channel|>"
+        "{{ messages[2].name }}:{{ messages[2].content }}<|call|>{{ m.content }}<|stop|>"
+        "{% elif m.role == 'assistant' %}<|begin|>model {{ m.content }}<|stop|>"
+        "{% else %}<|begin|>{{ m.role }} {{ m.content }}<|stop|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|begin|>model {% endif %}",
+        [
+            said("user", "Time?"),
+            said("assistant", "let me", tool_calls=[{"name": "clock", "arguments": {}}]),
+            said("tool", "noon", name="clock"),
+        ],
+        "<|begin|>user Time?<|stop|><|begin|>model [clock<|channel|>]clock:noon<|call|>[let me<|stop|>]"
+        "<|call|>clock:noon<|stop|>",
+    ),
+    "a thought is cut out": (
+        "{% for m in messages %}<|begin|>{{ m.role }}:"
+        "{{ m.content.split('</think>')[-1] }}<|stop|>{% endfor %}"
+        "{% if add_generation_prompt %}<|begin|>assistant:<think>\n{% endif %}",
+        [said("user", "q"), said("assistant", "<think>\nhm\n</think>\n\na")],
+        "<|begin|>user:q<|stop|><|begin|>assistant:[\n\na<|stop|>]",
+    ),
+    "no token ends a turn": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}<|stop|>"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        [said("user", "q"), said("assistant", "a"), said("user", "more <|call|>")],
+        "user: q\nassistant: [a]\nuser: more <|call|>\n<|stop|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_only_what_the_assistant_writes_is_trained_on(tmp_path: Path, name: str) -> None:
+    template, messages, wanted = ODD[name]
+    folder = write_tokenizer(tmp_path, template)
+    tokenizer = open_tokenizer(folder)
+    assert shown(tokenizer, encode_conversation(Conversation(messages), open_template(folder), tokenizer)) == wanted
+
+
 @pytest.mark.parametrize("name", ["lines", "marked"])
 def test_the_last_turn_the_turns_behind_a_prompt_or_all(tmp_path: Path, name: str) -> None:
     text = encoded(tmp_path, name, "two").replace("[", "").replace("]", "")
@@ -219,7 +260,7 @@ def test_what_a_template_may_not_do(text: str, message: str, monkeypatch: pytest
 def test_texts_with_the_characters_of_marks_are_refused(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, LINES)
     row = Conversation([said("user", chr(OPEN)), said("assistant", "b")])
-    with pytest.raises(ValueError, match=r"a text has the character U\+F0000, which marks the assistant's turns"):
+    with pytest.raises(ValueError, match=r"a text has the character U\+100000, which marks the assistant's turns"):
         encode_conversation(row, open_template(folder), open_tokenizer(folder))
 
 
