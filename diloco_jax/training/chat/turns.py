@@ -75,7 +75,7 @@ def encode_conversation(
     """Return the ids that `apply_chat_template` of transformers gives, and the weight of each in the loss.
 
     Args:
-      loss_on: completion: the assistant's turns behind the prompt. last: only the last of them. all: every token.
+      loss_on: completion: the assistant's turns after the prompt. last: only the last of them. all: every token.
 
     Raises:
       ValueError: the template refuses the conversation, or changes the assistant's texts so that the turns cannot be
@@ -193,12 +193,17 @@ def _enclosed(row: Conversation, template: ChatTemplate, text: str) -> list[Span
 def _turns(row: Conversation, template: ChatTemplate, text: str) -> list[Span]:
     """Return the assistant's turns in a text, after the prompt.
 
-    A turn has several spans if the template writes the answer of a tool within it.
+    A turn has several spans if the template writes the answer of a tool within it. A span begins after the generation
+    prompt. It ends with the last mark of its texts, or with the call after the name of a tool.
     """
     # Some templates look into texts. Then fewer marks are enough: a text between others needs none.
     for chosen in (_all_texts, _of_assistants, _of_calls):
         marked = _Marked(row.messages, chosen)
-        found = _marks(template.render(marked.messages, row.tools, options=row.options), text)
+        try:
+            found = _marks(template.render(marked.messages, row.tools, options=row.options), text)
+        except ValueError:
+            # The conversation is valid, so the template refuses the marks.
+            continue
         if found is not None:
             break
     else:

@@ -314,7 +314,7 @@ class Decoder(nnx.Module):
         return logits
 
     def unstack(self) -> None:
-        """Give each layer its own parameters, in the type of the computation, so that a step copies none of them.
+        """Give each layer its own parameters, so that a step copies none of them.
 
         Call this outside a program. A stack of layers is a loop, whose body gets a copy of a layer's parameters; the
         copies would take longer than the computation of one token. The model computes the same numbers as before.
