@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from diloco_jax.training.chat.packing import pack_conversations
+from diloco_jax.training.data import documents, tokenizing
 from diloco_jax.training.data.config import DataConfig, SourceConfig
 from diloco_jax.training.data.corpus import load_source, tokenizer_of
 from diloco_jax.training.data.documents import TextSource
@@ -76,6 +77,25 @@ def test_another_template_or_another_loss_is_another_store(tmp_path: Path) -> No
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(LINES + "!")
     with pytest.raises(ValueError, match="is a store of another source"):
         build_store(source._replace(loss_on="completion"), str(tmp_path / "tokenizer"), first.folder, workers=1)
+
+
+def test_an_interrupted_store_becomes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (documents, tokenizing):
+        monkeypatch.setattr(module, "PIECE_BYTES", 600)
+    whole = made_store(tmp_path, rows(30)).folder
+    source, out = TextSource(str(tmp_path / "chat.jsonl"), "", ("*",), "messages", "completion"), tmp_path / "out"
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if done * 2 > total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_store(source, str(tmp_path / "tokenizer"), out, 1, interrupt)
+    # A part whose flags changed on the disk is made again.
+    (out / "flags-00000.bin").write_bytes(b"")
+    build_store(source, str(tmp_path / "tokenizer"), out, workers=1)
+    made = {path.name: path.read_bytes() for path in whole.iterdir() if path.is_file()}
+    assert made == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} and len(made) > 9
 
 
 def test_samples_are_whole_conversations(tmp_path: Path) -> None:
