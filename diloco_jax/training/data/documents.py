@@ -253,12 +253,23 @@ def _number_of(url: str, at: int) -> int:
 
 
 def _rows(
-    batches: Iterator[Any], piece: SourcePiece, names: Sequence[str], parse: Callable[[Any], Value]
+    batches: Iterator[Any], piece: SourcePiece, names: Sequence[str], parse: Callable[[Any], Value], first: int = 0
 ) -> Iterator[Value]:
-    """Yield a value for each row of a table, from its column with the text; of chat data from the whole row."""
+    """Yield a value for each row of a table, from its column with the text; of chat data from the whole row.
+
+    Args:
+      first: the rows of the table before this piece.
+    """
     if piece.loss_on:
+        number = first
         for batch in batches:
-            yield from map(parse, batch.to_pylist())
+            for row in batch.to_pylist():
+                number += 1
+                try:
+                    value = parse(row)
+                except ValueError as error:
+                    raise ValueError(f"row {number}: {error}") from error
+                yield value
         return
     if piece.field not in names:
         raise ValueError(f"it has columns {', '.join(names)}; name the one with the text (--field, data.field)")
@@ -283,7 +294,8 @@ def _parquet(piece: SourcePiece, parse: Callable[[Any], Value]) -> Iterator[Valu
         table = needs("pyarrow.parquet").ParquetFile(file)
         groups, names = range(piece.start, piece.stop or table.num_row_groups), table.schema_arrow.names
         batches = table.iter_batches(ROWS, row_groups=list(groups), columns=_columns(piece, names))
-        yield from _rows(batches, piece, names, parse)
+        first = sum(table.metadata.row_group(group).num_rows for group in range(piece.start))
+        yield from _rows(batches, piece, names, parse, first)
 
 
 def _arrow(piece: SourcePiece, parse: Callable[[Any], Value]) -> Iterator[Value]:

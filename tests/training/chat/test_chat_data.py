@@ -174,6 +174,10 @@ def test_tables_have_null_for_what_a_row_lacks(tmp_path: Path) -> None:
     source = TextSource(str(tmp_path / "chat.parquet"), "", ("*",), "messages", "completion")
     store = Store(build_store(source, str(folder), tmp_path / "store", workers=1))
     assert store.tokenizer.decode(store.read(0, len(store))) == "Nabcd"
+    wrong = [*given, [{"role": "user", "content": "e", "name": "\U00100000"}, said("assistant", "f")]]
+    parquet.write_table(pyarrow.table({"messages": wrong}), tmp_path / "chat.parquet", row_group_size=1)
+    with pytest.raises(ValueError, match=r"chat.parquet cannot be read as parquet: row 3: a text has the character"):
+        build_store(source, str(folder), tmp_path / "wrong", workers=1)
 
 
 @pytest.mark.parametrize(
