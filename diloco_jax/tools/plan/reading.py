@@ -77,7 +77,7 @@ def _too_long(source: Source) -> dict[str, int]:
 
 
 def _shown(source: Source, sample: Sample) -> str:
-    """Return a sample as text, what is trained on in brackets if it is not all; its arrays if there is no tokenizer."""
+    """Return a sample as text, with brackets around trained tokens if not all are; its arrays without a tokenizer."""
     if source.tokenizer is None:
         return ", ".join(f"{name} {value.dtype}{list(value.shape)}: {value.flat[:8]}" for name, value in sample.items())
     real = sample.get(SEGMENTS, np.ones_like(sample[TOKENS])) > 0

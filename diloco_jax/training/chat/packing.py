@@ -1,8 +1,8 @@
 """Samples of whole conversations: as many as fit, each in a separate segment, and padding at the end.
 
 A conversation that is longer than a sample is cut after the last turn of the assistant that fits. What follows is left
-out, since without the beginning it would be another conversation. One without a trained turn that fits is left
-out whole.
+out, since without the beginning it would be another conversation. One without a trained turn that fits is left out
+whole.
 """
 
 import logging
@@ -28,7 +28,7 @@ class PackedConversations:
     ranges: Int[np.ndarray, "n 2"]
     # The first conversation of each sample, and the number of conversations at the end.
     firsts: Int[np.ndarray, " m"]
-    # PackedConversations that are cut, and that are left out.
+    # The numbers of conversations that are cut, and that are left out.
     cut: int
     left_out: int
 

@@ -170,7 +170,7 @@ def _special(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Read an object of a file; {} if there is no file."""
+    """Read the JSON object in a file; an empty one if the file does not exist."""
     try:
         if not path.exists():
             return {}

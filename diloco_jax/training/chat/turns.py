@@ -154,9 +154,7 @@ def encode_completion(row: Completion, tokenizer: Tokenizer, loss_on: LossOn = "
     text = row.prompt + row.completion
     ids, places = tokenizer.encode_places(text)
     before, after = tokenizer.around
-    whole = [*before, *ids, *after]
-    if tokenizer.end is not None and (not tokenizer.made or whole[-1:] != [tokenizer.end]):
-        whole.append(tokenizer.end)
+    whole = tokenizer.closed([*before, *ids, *after])
     weights, ends = np.ones(len(whole), np.uint8), np.zeros(len(whole), np.uint8)
     ends[-1:] = 1
     if loss_on != "all":

@@ -84,9 +84,13 @@ class Tokenizer:
         for piece in others:
             ids += self.encode(piece, begin=False)
         ids += self.around[1] if first else []
-        if ids and self.end is not None and (self.made is None or ids[-1] != self.end):
-            ids.append(self.end)
-        return ids
+        return self.closed(ids) if ids else ids
+
+    def closed(self, ids: list[int]) -> list[int]:
+        """Return the ids of a document with its end; a tokenizer may have put the end there itself."""
+        if self.end is None or (self.made is not None and ids[-1:] == [self.end]):
+            return ids
+        return [*ids, self.end]
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
