@@ -54,9 +54,11 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "proto": set(),
         "": {"proto"},
         "trust": {""},
-        "session": {"", "proto", "trust"},
+        "store": {"", "proto", "trust"},
+        "session": {"", "proto", "trust", "store"},
+        "bucket": {"", "proto", "store", "session"},
         "group": {"", "proto", "trust", "session"},
-        "endpoints": {"", "proto", "trust", "session"},
+        "endpoints": {"", "proto", "trust", "store", "session", "bucket"},
     },
     "runtime": {
         "figures": set(),

@@ -258,7 +258,7 @@ def _await_syncer(
     from diloco_jax.runtime.records.files import ADDRESS_FILE
     from diloco_jax.runtime.records.status import known_address
     from diloco_jax.transport.endpoints.reach import await_listener
-    from diloco_jax.transport.link import split_address
+    from diloco_jax.transport.link import check_address
     from diloco_jax.transport.trust.names import OutOfDate
     from diloco_jax.transport.trust.security import credentials
 
@@ -266,7 +266,7 @@ def _await_syncer(
     address_file = run_dir / ADDRESS_FILE
     setting = "--syncer" if arguments.syncer else str(address_file) if address_file.exists() else "transport.address"
     transport = replace(config.transport, address=address)
-    split_address(address, setting)
+    check_address(address, setting)
     for name in names:
         # An expired certificate may be renewed before the connection.
         with suppress(OutOfDate):
@@ -302,10 +302,10 @@ def _learner_options(parser: Parser) -> None:
 
 @command("learner", "Run one learner alone, for real machines.", _learner_options, trains=True)
 def learner(arguments: argparse.Namespace) -> int:
-    from diloco_jax.transport.link import check_name, split_address
+    from diloco_jax.transport.link import check_address, check_name
 
     if arguments.syncer:
-        split_address(arguments.syncer, "--syncer")
+        check_address(arguments.syncer, "--syncer")
     config = _with_own_data(load_config(arguments), arguments.island, arguments.data)
     run_dir, name = learner_dir(arguments, config), check_name(arguments.island)
     with ExitStack() as held:
@@ -401,10 +401,10 @@ def _islands_options(parser: Parser) -> None:
 
 @command("islands", "Run all islands in this process, for one controller of slices.", _islands_options, trains=True)
 def islands(arguments: argparse.Namespace) -> int:
-    from diloco_jax.transport.link import split_address
+    from diloco_jax.transport.link import check_address
 
     if arguments.syncer:
-        split_address(arguments.syncer, "--syncer")
+        check_address(arguments.syncer, "--syncer")
     config = load_config(arguments)
     run_dir = learner_dir(arguments, config)
     with ExitStack() as held:

@@ -28,8 +28,9 @@ from diloco_jax.training.models.config import DECODER, MOE
 from diloco_jax.training.named import failure, is_ours
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.sharding import MeshConfig
-from diloco_jax.transport.link import check_free, split_address
+from diloco_jax.transport.link import bucket_scheme, check_address, check_free, split_address
 from diloco_jax.transport.session.calls import cannot_listen
+from diloco_jax.transport.store.bucket import Bucket
 from diloco_jax.transport.trust.security import credentials
 
 
@@ -97,7 +98,11 @@ def check_parts(config: RunConfig, *, weights: bool = True) -> None:
 def _check_transport(config: RunConfig) -> None:
     for name in (SYNCER, *config.islands.names):
         credentials(config.transport, name)
-    check_listens(config.transport.address, "transport.address")
+    check_address(config.transport.address)
+    if bucket_scheme(config.transport.address):
+        Bucket(config.transport)
+    else:
+        check_listens(config.transport.address, "transport.address")
     check_listens(config.syncer.metrics, "syncer.metrics")
     check_listens(config.syncer.page, "syncer.page")
 

@@ -54,8 +54,8 @@ from diloco_jax.runtime.syncer.subtraction import Subtraction
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import SUBSCRIBER, Delivery
+from diloco_jax.transport.session.listener import Listener
 from diloco_jax.transport.session.operator_requests import ADMIT, BAN, OperatorRequest
 from diloco_jax.transport.session.refusals import REFUSALS
 
@@ -86,7 +86,7 @@ class SyncerDriver:
     """The loop around a started machine and an open listener."""
 
     context: SyncerContext
-    listener: GrpcListener
+    listener: Listener
     # Results of other threads.
     results: Results
     merges: Merges

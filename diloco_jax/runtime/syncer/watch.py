@@ -40,8 +40,8 @@ from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.machine_alarms import MachineAlarms
 from diloco_jax.runtime.syncer.subtraction import Subtraction
 from diloco_jax.runtime.trackers.outlets import Outlets
-from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.endpoints.probe import versions
+from diloco_jax.transport.session.listener import Listener
 
 # Metrics of islands that are summed for all islands together; the others are averaged.
 SUMMED = ("tokens_per_s", "model_flops_per_s")
@@ -94,7 +94,7 @@ class Watch:
         # Tokens of the run when this process last asked for an evaluation.
         self.asked_tokens: int | None = None
         self._book = AlarmBook(self.earlier.episodes)
-        self._listener: GrpcListener | None = None
+        self._listener: Listener | None = None
         # Returns the rows of the connected subscribers.
         self.subscribers: Callable[[], list[dict[str, Any]]] = list
         # Newest metrics of each island.
@@ -123,7 +123,7 @@ class Watch:
         host = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
         self._telemetry.write(record | {"versions": versions(), "host": host})
 
-    def listens(self, listener: GrpcListener) -> None:
+    def listens(self, listener: Listener) -> None:
         """Answer requests at this listener from now on, and count its traffic."""
         self._listener = listener
         self.pulse.ready(True)

@@ -3,7 +3,7 @@
 from functools import partial
 
 from diloco_jax.protocol.messages import HostBlocks
-from diloco_jax.transport.endpoints.grpc_link import GrpcLink, connect
+from diloco_jax.transport.endpoints.ends import AnyLink, connect
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.partials import Partials
 
@@ -35,7 +35,7 @@ class Dialler:
         partials = Partials(config.payload_bytes_max, config.resume_s)
         self._dial = partial(connect, config, partials=partials, **names)  # type: ignore[arg-type]
 
-    def connect(self, epoch: int, number: int = 0, run: str = "") -> GrpcLink:
+    def connect(self, epoch: int, number: int = 0, run: str = "") -> AnyLink:
         """Open a link of a learner, or of one host of an island of several, by `grpc_link.connect`.
 
         A host that is not the leader sends values with its own bytes, and receives its blocks of every version. Its

@@ -1,0 +1,146 @@
+"""The sealed objects of one run in its bucket, and who leads the run.
+
+The syncer of an epoch is the process that has created `leader/EPOCH`. A later epoch ends the earlier one: islands look
+for the newest leader when they connect and whenever their syncer is silent, and objects of different epochs have
+different names. So a process that was stopped while another one took over can write, and nobody reads it.
+"""
+
+import json
+import secrets
+from typing import NamedTuple
+
+from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
+from diloco_jax.transport.link import TransportConfig, bucket_scheme
+from diloco_jax.transport.store import names
+from diloco_jax.transport.store.seal import SEAL_BYTES, Seal, Unsealed
+from diloco_jax.transport.store.store import Store
+from diloco_jax.transport.trust.security import read_token
+
+LEADER_BYTES_MAX = 4096
+# Leaders with a false name in a listing are passed over; more than these are not looked at.
+LOOKED_AT_MAX = 20
+# Places where no stranger reads what is written.
+LOCAL = ("file", "memory")
+
+
+class Leader(NamedTuple):
+    """The syncer of an epoch."""
+
+    epoch: int
+    # The run's name and id.
+    run_id: str
+    run: str
+    # Drawn by the process, so that it recognises its own object.
+    mark: str
+
+
+class Bucket:
+    """The objects of one run; any thread may call the methods.
+
+    Args:
+        config: Settings with a bucket as address.
+
+    Raises:
+        ValueError: The address, the environment or the token cannot be used, a package is not installed, or anybody who
+            reads the bucket could read the run.
+    """
+
+    def __init__(self, config: TransportConfig) -> None:
+        check_secrecy(config)
+        self.config = config
+        self.store = Store(config.address)
+        self.seal = Seal(read_token(config))
+
+    def read(self, key: str, bytes_max: int) -> bytes | None:
+        """Return an object's content; None if there is none.
+
+        Raises:
+            ValueError: It is larger than allowed, damaged, or of another run.
+            StoreError: The store did not answer.
+        """
+        data = self.store.get(key, bytes_max + SEAL_BYTES)
+        return None if data is None else self.seal.open(key, data)
+
+    def write(self, key: str, *parts: bytes | bytearray | memoryview) -> int:
+        """Write an object, in place of an earlier one, and return its size in bytes; StoreError if that fails."""
+        data = self.seal.close(key, parts)
+        self.store.put(key, data)
+        return len(data)
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Write an object unless its name is taken; return whether it was not. StoreError as `Store.create`."""
+        return self.store.create(key, self.seal.close(key, (content,)))
+
+    def delete_below(self, prefix: str) -> int:
+        """Delete all objects whose names start with `prefix`, and return how many; StoreError if that fails."""
+        count = 0
+        while found := self.store.list(prefix):
+            self.store.delete(found)
+            count += len(found)
+        return count
+
+    def leader(self) -> Leader | None:
+        """Return the newest leader; None if there is none. StoreError if the store does not answer."""
+        epochs = [(number, key) for key in self.store.list(names.LEADER) if (number := names.number_of(key))]
+        for epoch, key in sorted(epochs, reverse=True)[:LOOKED_AT_MAX]:
+            try:
+                content = self.read(key, LEADER_BYTES_MAX)
+            except ValueError:
+                continue
+            if content is not None:
+                return _read_leader(epoch, content)
+        return None
+
+    def lead(self, epoch: int, run_id: str, run: str) -> Leader:
+        """Make this process the syncer of an epoch, and return it as leader.
+
+        Raises:
+            ValueError: Another process is the syncer of this epoch or of a later one, or the bucket has another run.
+            StoreError: The store does not answer.
+        """
+        ours = Leader(epoch, run_id, run, secrets.token_hex(16))
+        known = self.leader()
+        where = f"transport.address {self.config.address}"
+        if known is not None and (known.run_id, known.run) != (run_id, run):
+            raise ValueError(
+                f"{where} has objects of run {known.run_id!r} ({known.run or 'no id'}): use another prefix for this "
+                f"run, or remove that run's objects with `diloco clean {self.config.address}`"
+            )
+        if known is not None and known.epoch >= epoch:
+            raise ValueError(
+                f"{where} has a syncer of epoch {known.epoch}, this one is of epoch {epoch}: stop the other process, "
+                f"or remove what an ended run left with `diloco clean {self.config.address}`"
+            )
+        content = json.dumps(ours._asdict()).encode()
+        # A request whose answer was lost is repeated by the library, and then finds its own object.
+        if self.create(names.leader(epoch), content) or self.leader() == ours:
+            return ours
+        raise ValueError(f"{where}: another process became the syncer of epoch {epoch} at the same time")
+
+    def lead_again(self, leader: Leader) -> None:
+        """Write the object of a leader again after somebody has deleted or damaged it; StoreError if that fails."""
+        self.write(names.leader(leader.epoch), json.dumps(leader._asdict()).encode())
+
+
+def check_secrecy(config: TransportConfig) -> None:
+    """Check that a bucket is on this machine, or its objects are encrypted, or that it may be read.
+
+    Raises:
+        ValueError: None of that is so.
+    """
+    if bucket_scheme(config.address) in LOCAL or config.token_file or config.allow_plaintext:
+        return
+    raise ValueError(
+        f"transport.address {config.address!r} is a bucket and nothing would be encrypted: set transport.token_file "
+        "(`diloco certs` makes it), or transport.allow_plaintext if whoever can read or write the bucket may read and "
+        "change the run"
+    )
+
+
+def _read_leader(epoch: int, content: bytes) -> Leader:
+    try:
+        read = json.loads(content)
+        texts = [clean(str(read[name]), REASON_LENGTH_MAX) for name in ("run_id", "run", "mark")]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Unsealed(f"the leader of epoch {epoch} is of another release: {error!r}") from None
+    return Leader(epoch, *texts)

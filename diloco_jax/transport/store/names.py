@@ -1,0 +1,87 @@
+"""The names of a run's objects below its URL. All but the requests at the entrance are computed, not listed.
+
+    leader/EPOCH                the syncer of an epoch, created by exactly one process
+    alive/EPOCH                 its sign of life, overwritten
+    e/EPOCH/in/hello.SESSION    asks for a session
+    e/EPOCH/in/ask.ID           asks a question, answered at e/EPOCH/answer/ID
+    e/EPOCH/s/SESSION/up/N      object N of the stream from a learner to the syncer; down/N the other way
+    e/EPOCH/s/SESSION/up-p/N    payload N of that stream
+    e/EPOCH/v/N                 a payload for several learners
+
+SESSION is NAME.INCARNATION.NUMBER.HOST, as in the header of a session of gRPC.
+"""
+
+import re
+
+from diloco_jax.transport.proto import diloco_pb2 as pb
+
+LEADER = "leader/"
+UP, DOWN = "up", "down"
+HELLO, FOLLOW, ASK = "hello.", "follow.", "ask."
+_DIGITS = 12
+EPOCH_MAX = 10**_DIGITS - 1
+_PAYLOAD = re.compile(r"(s|v)/(\d{12})", re.ASCII)
+
+
+def number_of(key: str) -> int | None:
+    """Return the number at the end of a name; None if it has none."""
+    tail = key.rpartition("/")[2]
+    return int(tail) if tail.isascii() and tail.isdecimal() and len(tail) <= _DIGITS else None
+
+
+def leader(epoch: int) -> str:
+    """Return the name of the object that makes a process the syncer of an epoch."""
+    return f"{LEADER}{epoch:0{_DIGITS}}"
+
+
+def alive(epoch: int) -> str:
+    """Return the name of the sign of life of the syncer of an epoch."""
+    return f"alive/{epoch:0{_DIGITS}}"
+
+
+def of_epoch(epoch: int) -> str:
+    """Return the prefix of all sessions with the syncer of an epoch."""
+    return f"e/{epoch}/"
+
+
+def entrance(epoch: int) -> str:
+    """Return the prefix of requests to the syncer of an epoch, the only one that it lists."""
+    return f"{of_epoch(epoch)}in/"
+
+
+def answer(epoch: int, number: str) -> str:
+    """Return the name of the answer to a question."""
+    return f"{of_epoch(epoch)}answer/{number}"
+
+
+def session(epoch: int, header: pb.Header) -> str:
+    """Return the prefix of a session."""
+    return f"{of_epoch(epoch)}s/{session_name(header)}/"
+
+
+def session_name(header: pb.Header) -> str:
+    """Return the name of a session, unique in its epoch."""
+    return f"{header.sender}.{header.incarnation}.{header.session}.{header.host}"
+
+
+def in_stream(prefix: str, way: str, number: int) -> str:
+    """Return the name of an object of a session's stream."""
+    return f"{prefix}{way}/{number:0{_DIGITS}}"
+
+
+def payload(epoch: int, prefix: str, way: str, reference: str) -> str:
+    """Return the name of the payload that an entry of a stream refers to: "s/N" of the session, "v/N" of several.
+
+    Raises:
+        ValueError: This is no reference.
+    """
+    found = _PAYLOAD.fullmatch(reference)
+    if found is None:
+        raise ValueError(f"{reference[:40]!r} refers to no payload")
+    kind, digits = found.groups()
+    return f"{prefix}{way}-p/{digits}" if kind == "s" else f"{of_epoch(epoch)}v/{digits}"
+
+
+def reference(kind: str, number: int) -> str:
+    """Return the reference to a payload: of the session ("s") or of several ("v")."""
+    return f"{kind}/{number:0{_DIGITS}}"
