@@ -119,7 +119,7 @@ class Mirror:
         self._snapshot = ""
 
     def refresh(self, epoch: int) -> bool:
-        """Fetch what is new of the newest complete copy; return whether something was. StoreError if the store fails."""
+        """Fetch what is new of the newest complete copy, and return whether something was; StoreError as the store."""
         newest = self._newest(epoch)
         if newest is None:
             return False
