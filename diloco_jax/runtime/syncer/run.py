@@ -428,7 +428,8 @@ class SyncerRun:
     def _run(self, last_act: Callable[[], object]) -> dict[str, Any]:
         config, run_dir, stop, machine = self._config, self._run_dir, self._stop, self._machine
         if self._standby:
-            self._pulse.patient()
+            self._pulse.phase("standing by")
+            self._pulse.rest()
             leading = stand_by(config, run_dir, stop)
             if leading is None:
                 return {}
