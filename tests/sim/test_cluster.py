@@ -120,28 +120,28 @@ class Capacity(Watch):
 
 def test_islands_come_and_go_with_capacity_and_neither_samples_nor_the_schedule_notice() -> None:
     """Two islands are there, six are for a while, and three at the end; extra ones leave politely or vanish."""
-    config = replace(SMALL, release_s=10.0)
-    scenario = Scenario(config=config, learners=6, total_steps=400, tokens=6 * 60 * 1024, speed_spread=0.0)
-    joins = (Fault(20.0, "join", (name,)) for name in scenario.names[2:])
+    config = replace(SMALL, release_s=5.0)
+    scenario = Scenario(config=config, learners=6, total_steps=400, tokens=6 * 44 * 1024, speed_spread=0.0)
+    joins = (Fault(12.0, "join", (name,)) for name in scenario.names[2:])
     ends = (
-        Fault(50.0, kind, (name,), notice_s=0.05)
+        Fault(28.0, kind, (name,), notice_s=0.05)
         for kind, name in zip(("leave", "crash", "drain"), scenario.names[3:], strict=True)
     )
     watch = Capacity()
     judged(replace(scenario, faults=(*joins, *ends)), watch)
     # M follows the machines.
-    members = [watch.mergers(from_s, to_s) for from_s, to_s in ((0.0, 20.0), (30.0, 49.0), (70.0, 999.0))]
+    members = [watch.mergers(from_s, to_s) for from_s, to_s in ((0.0, 12.0), (16.0, 27.0), (40.0, 999.0))]
     assert members == [{*scenario.names[:count]} for count in (2, 6, 3)]
     # Whoever holds a sample that nobody read is there, and reads it next.
     unread = {watch.given[sample] for sample in watch.given.keys() - watch.read}
     assert unread <= {*scenario.names[:3]} and {*range(max(watch.read))} <= watch.given.keys()
     # A step of the schedule is six steps of islands, so it advances by M / 6 in a global step.
     at_s = watch.times_s("closed")
-    for count, (from_s, to_s) in ((2, (5.0, 20.0)), (6, (35.0, 49.0)), (3, (80.0, 110.0))):
+    for count, (from_s, to_s) in ((2, (3.0, 12.0)), (6, (18.0, 27.0)), (3, (40.0, 80.0))):
         steps = [step for step, closed_s in at_s.items() if from_s <= closed_s < to_s and step in watch.schedule]
         passed = watch.schedule[steps[-1]] - watch.schedule[steps[0]]
-        assert passed == pytest.approx((steps[-1] - steps[0]) * count / 6, abs=1.5)
-    assert max(watch.schedule.values()) == scenario.tokens // scenario.budget.step_tokens == 60
+        assert passed == pytest.approx((steps[-1] - steps[0]) * count / 6, abs=1.0)
+    assert max(watch.schedule.values()) == scenario.tokens // scenario.budget.step_tokens == 44
 
 
 @pytest.mark.parametrize("kind", ["disconnect", "partition", "pause"])
