@@ -406,7 +406,7 @@ class SyncerRun:
         )
         self._num_parameters = resolved.num_parameters
         self._description = describe_run(config, layout_of(model.shapes, model.kinds))
-        self._stats = RunStats(config.islands.names, self._num_parameters, self._machine)
+        self._stats = RunStats(config.islands.names, self._num_parameters, self._machine, config.islands.least)
 
     def run(self, last_act: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Serve until the last global step or until stopped, and return the summary.
