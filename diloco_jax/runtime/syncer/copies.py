@@ -142,6 +142,9 @@ class Mirror:
             self._fetch_snapshot()
         return found
 
+    def _complete(self) -> bool:
+        return not self._epoch or self._bucket.store.exists(names.base(self._epoch))
+
     def _newest(self, epoch: int) -> int | None:
         """Return the newest epoch with a complete copy."""
         for each in range(epoch, max(0, epoch - 20), -1):
@@ -157,7 +160,9 @@ class Mirror:
         """
         while True:
             try:
-                while self.refresh(epoch):
+                # A leader that has claimed the run before this process may delete the copy that is being read, after
+                # it has completed its own one.
+                while self.refresh(epoch) or not self._complete():
                     pass
                 self._fetch_files()
                 break
