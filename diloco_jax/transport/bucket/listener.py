@@ -38,12 +38,11 @@ from diloco_jax.transport.session.description import DESCRIBE
 from diloco_jax.transport.session.listener import Listener
 from diloco_jax.transport.session.sessions import Refused, SessionBook
 from diloco_jax.transport.store import names
-from diloco_jax.transport.store.bucket import Bucket, Leader
+from diloco_jax.transport.store.bucket import Bucket
 from diloco_jax.transport.store.requests import QUESTION_BYTES_MAX
 from diloco_jax.transport.store.store import LISTED_MAX, StoreError
+from diloco_jax.transport.store.term import Term
 
-# Between two signs of life, and two looks for a later leader.
-BEAT_S = 5.0
 # What an ended session, or an answer, left is deleted after this time, or after ten polls.
 LINGER_S = 20.0
 # Requests that are handled at the same time.
@@ -63,7 +62,7 @@ class BucketListener(Listener):
         address: The bucket.
 
     Args:
-        leader: This process, if it leads already.
+        term: The leadership of this process, if it has claimed the run already.
 
     Raises:
         ValueError: Another process leads the run, the bucket has another run, or it cannot be used.
@@ -77,14 +76,17 @@ class BucketListener(Listener):
         epoch: int,
         subscribers_max: int,
         run: str = "",
-        leader: Leader | None = None,
+        term: Term | None = None,
     ) -> None:
         super().__init__(config, run_id, epoch, subscribers_max, run)
         self.address = config.address
-        self._bucket = Bucket(config)
+        if term is None:
+            bucket = Bucket(config)
+            term = Term(bucket, bucket.lead(epoch, run_id, run))
+        self._bucket, self._term = term.bucket, term
+        term.on_lost = self._inbox.wake
         # The epoch of the bucket may be ahead of the machine's: a process may have led without an input.
-        self._leader = self._bucket.lead(epoch, run_id, run) if leader is None else leader
-        self._epoch = self._leader.epoch
+        self._epoch = term.leader.epoch
         self._entrance = names.entrance(epoch)
         self._seen: set[str] = set()
         self._reported = 0
@@ -98,6 +100,10 @@ class BucketListener(Listener):
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="diloco-bucket", daemon=True)
         self._thread.start()
+
+    @property
+    def lost(self) -> str:
+        return self._term.lost
 
     def send_version(self, peer: str, message: GlobalFragment, version: Version) -> bool:
         """Queue a version as `send` does; its payload is written once for all learners of one host."""
@@ -134,6 +140,7 @@ class BucketListener(Listener):
             time.sleep(max(0.0, min(until_s - time.monotonic(), 2 * self.config.poll_s)))
         self._closing.set()
         self._thread.join(grace_s)
+        self._term.close()
         with contextlib.suppress(StoreError):
             self._sweep()
 
@@ -150,15 +157,11 @@ class BucketListener(Listener):
 
     def _watch(self) -> None:
         """List the entrance until the listener closes; the body of its thread."""
-        beat_s, trouble = -BEAT_S, ""
+        trouble = ""
         with contextlib.suppress(StoreError):
             self._delete_earlier()
-        while not self._closing.is_set():
+        while not (self._closing.is_set() or self._term.lost):
             try:
-                if time.monotonic() >= beat_s + BEAT_S:
-                    beat_s = time.monotonic()
-                    if not self._lead_on():
-                        return
                 self._look()
                 self._clean()
                 trouble = ""
@@ -170,19 +173,6 @@ class BucketListener(Listener):
             except Exception:
                 log.exception("an error at the entrance of the bucket; going on")
             self._closing.wait(self.config.poll_s)
-
-    def _lead_on(self) -> bool:
-        """Give a sign of life; False, and `on_lost` is called, if another process leads the run."""
-        newest = self._bucket.leader()
-        if newest is not None and newest.epoch > self._epoch:
-            log.error(f"another process leads the run as the syncer of epoch {newest.epoch}; this one ends")
-            self.on_lost(f"another process leads the run as the syncer of epoch {newest.epoch}")
-            return False
-        if newest is None or newest.mark != self._leader.mark:
-            log.warning(f"the object {names.leader(self._epoch)} was deleted or replaced; writing it again")
-            self._bucket.lead_again(self._leader)
-        self._bucket.write(names.alive(self._epoch), str(time.monotonic_ns()).encode())
-        return True
 
     def _delete_earlier(self) -> None:
         keys = self._bucket.store.list("")
