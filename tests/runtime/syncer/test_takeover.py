@@ -1,8 +1,8 @@
 """Syncers that take over from each other through a bucket, in every order that a seed draws.
 
 Each store operation of a process waits until the seed's schedule lets it take effect, so a process may be paused
-between any two of them for as long as others like. Checked: of each epoch there is one leader, and the tape that a new leader
-continues has every line whose effect any earlier leader has let out, before or after the takeover.
+between any two of them for as long as others like. Checked: of each epoch there is one leader, and the tape that a new
+leader continues has every line whose effect any earlier leader has let out, before or after the takeover.
 """
 
 import random
