@@ -72,6 +72,10 @@ class IslandsConfig:
     """M: number of islands. More islands train more samples per second; the loss after the same tokens is somewhat
     higher. Raise it if you have more machines or devices; the syncer's work and traffic grow in proportion. Keep
     train.batch_size a multiple of it."""
+    least: int = 0
+    """Number of islands that the run needs; 0: all. The others come and go with capacity: no alarm is raised while they
+    are away, and the run uses all it gets. The first islands by name are those that it needs. Set it if you may not get
+    all machines, or may lose some at any time; an alarm then says when fewer islands are connected."""
     devices: Devices = AUTO
     """Devices per island, over all its hosts. auto: TPU chips, an equal number of the machine's GPUs, a share of one
     GPU's memory, or 2 emulated CPU devices on a machine without TPU and GPU. A number counts GPUs on a machine with
@@ -139,6 +143,8 @@ class IslandsConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.count <= ISLANDS_MAX:
             raise ValueError(f"islands.count is {self.count}; use 1 to {ISLANDS_MAX}")
+        if not 0 <= self.least <= self.count:
+            raise ValueError(f"islands.least is {self.least}; use 1 to islands.count = {self.count}, or 0 for all")
         if unknown := sorted(set(self.each) - set(self.names)):
             raise ValueError(
                 f"islands.each has '{unknown[0]}', but the {self.count} islands are {self.names[0]} to "
@@ -207,6 +213,11 @@ class IslandsConfig:
     def names(self) -> tuple[str, ...]:
         """List the learners' names: island-0, island-1, ..."""
         return tuple(f"island-{index}" for index in range(self.count))
+
+    @property
+    def base(self) -> tuple[str, ...]:
+        """List the names of the islands that the run needs; the others are extra."""
+        return self.names[: self.least or self.count]
 
     def resolve(self, name: str, batch_size: int) -> IslandConfig:
         """Return the settings of one island; a name that is not in `names` has the common settings."""

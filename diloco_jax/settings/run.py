@@ -352,6 +352,11 @@ class RunConfig:
                 f"protocol.quorum (K) is {self.protocol.quorum}, but there are only {count} islands (M), so no round "
                 "could ever close; lower protocol.quorum or raise islands.count"
             )
+        if self.algorithm == "decoupled" and 0 < self.islands.least < self.protocol.quorum:
+            raise ValueError(
+                f"islands.least is {self.islands.least}, but protocol.quorum is {self.protocol.quorum}, so rounds "
+                "would stop while enough islands are there; lower the quorum or raise islands.least"
+            )
         if self.algorithm == "decoupled" and self.protocol.lockstep and self.protocol.quorum < count:
             raise ValueError(
                 f"protocol.overlap_steps is 0 (learners wait for the merge), but protocol.quorum is "

@@ -119,7 +119,7 @@ class Mirror:
         self._snapshot = ""
 
     def refresh(self, epoch: int) -> bool:
-        """Fetch what is new of the newest complete copy; return whether something was. StoreError if the store fails."""
+        """Fetch what is new of the newest complete copy, and return whether something was; StoreError as the store."""
         newest = self._newest(epoch)
         if newest is None:
             return False
@@ -142,6 +142,9 @@ class Mirror:
             self._fetch_snapshot()
         return found
 
+    def _complete(self) -> bool:
+        return not self._epoch or self._bucket.store.exists(names.base(self._epoch))
+
     def _newest(self, epoch: int) -> int | None:
         """Return the newest epoch with a complete copy."""
         for each in range(epoch, max(0, epoch - 20), -1):
@@ -157,7 +160,9 @@ class Mirror:
         """
         while True:
             try:
-                while self.refresh(epoch):
+                # A leader that has claimed the run before this process may delete the copy that is being read, after
+                # it has completed its own one.
+                while self.refresh(epoch) or not self._complete():
                     pass
                 self._fetch_files()
                 break

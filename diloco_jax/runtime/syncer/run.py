@@ -46,7 +46,7 @@ from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.context import Merges, Results, SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.island_numbers import IslandNumbers
-from diloco_jax.runtime.syncer.leading import Leading, begin_to_lead
+from diloco_jax.runtime.syncer.leading import begin_to_lead, stand_by
 from diloco_jax.runtime.syncer.listening import LISTEN_PATIENCE_S, SyncerStart, open_listener
 from diloco_jax.runtime.syncer.machine_alarms import MachineAlarms
 from diloco_jax.runtime.syncer.run_clock import RunClock
@@ -357,7 +357,7 @@ class SyncerRun:
         model: the run's model: `Evaluator(config)`, or the model that an island brought.
         rewind: no learner is alive; resume from the newest snapshot, so that later rounds are void.
         late_s: seconds to wait at the end of a complete run for learners that may return.
-        leading: this process as the leader of the run in its bucket, if it took over as a standby.
+        standby: whether this process waits until the run's syncer is lost, with the merge compiled and the model drawn.
     """
 
     def __init__(
@@ -369,10 +369,10 @@ class SyncerRun:
         *,
         rewind: bool = False,
         late_s: float = 0.0,
-        leading: Leading | None = None,
+        standby: bool = False,
     ) -> None:
         self._late_s = late_s
-        self._leading = leading
+        self._standby = standby
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
         self._pulse.phase("compiling or loading the merge (up to a minute at the first start after an installation)")
         resolved = resolve(config, model.shapes, model.kinds)
@@ -406,13 +406,16 @@ class SyncerRun:
         )
         self._num_parameters = resolved.num_parameters
         self._description = describe_run(config, layout_of(model.shapes, model.kinds))
-        self._stats = RunStats(config.islands.names, self._num_parameters, self._machine)
+        self._stats = RunStats(config.islands.names, self._num_parameters, self._machine, config.islands.least)
 
     def run(self, last_act: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Serve until the last global step or until stopped, and return the summary.
 
         Args:
             last_act: is called if a signal ends this process before it has begun or resumed the run.
+
+        Returns:
+            The summary; an empty one if the run of a standby ended before it took over.
 
         Raises:
             ValueError: the address is in use or not allowed, the tape belongs to another process, or the folder has
@@ -424,8 +427,15 @@ class SyncerRun:
 
     def _run(self, last_act: Callable[[], object]) -> dict[str, Any]:
         config, run_dir, stop, machine = self._config, self._run_dir, self._stop, self._machine
+        if self._standby:
+            self._pulse.phase("standing by")
+            self._pulse.rest()
+            leading = stand_by(config, run_dir, stop)
+            if leading is None:
+                return {}
+        else:
+            leading = begin_to_lead(config, run_dir)
         mode = mode_of(run_dir, rewind=self._rewind)
-        leading = self._leading or begin_to_lead(config, run_dir)
         copy = None if leading is None else leading.copy
         tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell(), copy=copy)
         clock, taped = RunClock(run_dir, last_time_s(run_dir / TAPE_FILE) or 0.0), TapedSyncer(machine, tape.put)
