@@ -127,6 +127,8 @@ HEAVY = {
     "diloco_jax.runtime.syncer.machine_alarms": _CERTIFICATES,
     "diloco_jax.tools.chaos.actions": _CERTIFICATES,
     "diloco_jax.transport.trust.security": _CERTIFICATES,
+    "diloco_jax.transport.store.seal": "cryptography",
+    "diloco_jax.transport.store.store": "obstore",
 }
 parsed = cache(ast.parse)
 

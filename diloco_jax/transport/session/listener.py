@@ -1,4 +1,4 @@
-"""What the syncer's side does whatever its messages travel through: one inbox, the book of sessions, operators."""
+"""The syncer's side of any transport, which is the same for all: one inbox, the book of sessions, operators."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -48,6 +48,9 @@ class Listener:
         self._heard: dict[str, Session] = {}
         self.on_operator: Operate | None = None
         self.status_json = "{}"
+        self.settings: dict[str, str] = {}
+        self.description = Description("", "")
+        self.number_of: Callable[[str], int] = lambda _: 0
 
     @property
     def lost(self) -> str:

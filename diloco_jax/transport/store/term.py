@@ -46,15 +46,13 @@ class Term:
 
     def _beat(self) -> bool:
         """Give a sign of life; False if another process leads the run."""
-        newest, ours = self.bucket.leader(), self.leader
-        if newest is not None and newest.epoch > ours.epoch:
+        ours = self.leader
+        newest = self.bucket.lead_on(ours)
+        if newest is not None:
             self.lost = f"another process leads the run as the syncer of epoch {newest.epoch}"
             log.error(f"{self.lost}; this one ends")
             self.on_lost()
             return False
-        if newest is None or newest.mark != ours.mark:
-            log.warning(f"the object {names.leader(ours.epoch)} was deleted or replaced; writing it again")
-            self.bucket.lead_again(ours)
         self._count += 1
         self.bucket.write(names.alive(ours.epoch), f"{ours.mark} {self._count}".encode())
         return True
