@@ -3,7 +3,7 @@
 import ipaddress
 import re
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 Capacity = Literal["on-demand", "spot", "reservation", "flex-start"]
 
@@ -170,8 +170,10 @@ class CloudConfig:
     def of_extra(self) -> "CloudConfig":
         """Return the settings of the islands beyond islands.least."""
         own = {each.name: getattr(self.extra, each.name) for each in fields(ExtraConfig)}
-        given = {name: value for name, value in own.items() if value is not None}
-        return replace(self, **given, **({"reservation": ""} if "capacity" in given else {}))
+        given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+        # Another capacity has no reservation.
+        given |= {"reservation": ""} if "capacity" in given else {}
+        return replace(self, **given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
