@@ -84,6 +84,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "terminal": set(),
         "page": {"terminal", "budget"},
         "chaos": {"replay", "page"},
+        "ray": set(),
     },
 }
 # This is the number of folders below the package.
@@ -124,6 +125,7 @@ HEAVY = {
     "diloco_jax.runtime.model.evaluation": _WEIGHTS,
     "diloco_jax.runtime.syncer.machine_alarms": _CERTIFICATES,
     "diloco_jax.tools.chaos.actions": _CERTIFICATES,
+    "diloco_jax.tools.ray.cluster": _CERTIFICATES,
     "diloco_jax.transport.trust.security": _CERTIFICATES,
 }
 parsed = cache(ast.parse)
