@@ -15,6 +15,7 @@ from typing import Any
 from diloco_jax.runtime.local.machine import MEMORY_SETTINGS, SHARED_MEMORY, Machine, count_of, settings_of
 from diloco_jax.runtime.local.processes import Process
 from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS
+from diloco_jax.runtime.records.status import COMPLETE, last_state
 from diloco_jax.settings.islands import ACCELERATORS, IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import save
@@ -121,9 +122,13 @@ class RayIslands:
         launches = [launch_of(self._config, name, self._run_dir, address, incarnation, n) for n in range(island.hosts)]
         # Ray wants unique names of placement groups, and the one before may not be removed yet.
         title, bundles = f"{self._config.name} {name} {incarnation}", [island.resources] * island.hosts
-        request = Request(self._ray, Placement(name, title, address, bundles, launches, log), self._say)
+        request = Request(self._ray, Placement(name, title, address, bundles, launches, log), self._say, self._over)
         self._requests = [request, *(each for each in self._requests if not each.ended)]
         return [Process(name, process, log, begins) for process in request.processes]
+
+    def _over(self) -> bool:
+        """Tell whether the run needs no island any more, not even to evaluate the final model."""
+        return last_state(self._run_dir) == COMPLETE
 
     def end(self) -> None:
         """End all islands and give their places back."""

@@ -103,10 +103,11 @@ class HostProcess:
         assert self._process is not None
         stream: IO[bytes] | None = self._process.stdout
         assert stream is not None
-        while chunk := os.read(stream.fileno(), READ_BYTES):
-            with self._lock:
-                self._output += chunk
-                del self._output[:-OUTPUT_BYTES_MAX]
+        with stream:
+            while chunk := os.read(stream.fileno(), READ_BYTES):
+                with self._lock:
+                    self._output += chunk
+                    del self._output[:-OUTPUT_BYTES_MAX]
 
 
 def _write_if_other(path: Path, content: bytes) -> None:

@@ -98,7 +98,7 @@ class Placement:
 
 
 class _Stopped(Exception):
-    """The supervisor asked the island to end before its processes ran."""
+    """The supervisor asked the island to end before its processes ran, or the run is over."""
 
 
 @dataclass(slots=True)
@@ -116,12 +116,16 @@ class Request:
     Args:
         ray: the module, connected to the cluster.
         say: gets one line for people when the island waits, and one when it is placed.
+        over: tells whether the run is complete, so that no island must start any more.
     """
 
-    def __init__(self, ray: Any, placement: Placement, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, ray: Any, placement: Placement, say: Callable[[str], None], over: Callable[[], bool] = lambda: False
+    ) -> None:
         self._ray = ray
         self._placement = placement
         self._say = say
+        self._over = over
         self.processes = [RemoteProcess() for _ in placement.bundles]
         self._group: Any = None
         # Ids of the nodes of the place. Ray forgets them when it looks for another place after the loss of a node.
@@ -151,8 +155,8 @@ class Request:
             self._place()
             self._attend(self._start())
         except _Stopped:
-            status = INTERRUPTED
-            self._note("asked to end before it ran")
+            status = 0 if self._over() else INTERRUPTED
+            self._note("ended before it ran")
         except Exception as error:
             # Ray raises errors of many kinds when it loses nodes or its own processes.
             status = self._status_of(error)
@@ -162,7 +166,7 @@ class Request:
                 each.end(status)
 
     def _place(self) -> None:
-        """Ask for the place and wait until Ray has it; _Stopped if the supervisor asks the island to end before."""
+        """Ask for the place and wait until Ray has it; _Stopped if the island need not run any more."""
         placement, begins_s, told = self._placement, time.monotonic(), False
         # Each host of an island may be another node, and a node that fits several hosts may hold them all.
         self._group = self._ray.util.placement_group(
@@ -174,6 +178,7 @@ class Request:
             if not told and time.monotonic() > begins_s + PLACED_AT_ONCE_S:
                 told = True
                 self._say(waiting(placement.name, placement.bundles, self._ray.nodes()))
+        self._check_stop()
         self._ray.get(ready)
         nodes = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         self._nodes = list(dict.fromkeys(node for _, node in sorted(nodes.items())))
@@ -201,7 +206,7 @@ class Request:
         return [_Running(*each) for each in zip(self._actors, self.processes, strict=True)]
 
     def _await(self, answers: Sequence[Any]) -> list[Any]:
-        """Return the answers of actors; _Stopped if the supervisor asks the island to end before."""
+        """Return the answers of actors; _Stopped if the island need not run any more."""
         ends_s = time.monotonic() + START_MAX_S
         while len(self._ray.wait(answers, num_returns=len(answers), timeout=POLL_S)[0]) < len(answers):
             self._check_stop()
@@ -210,7 +215,7 @@ class Request:
         return list(self._ray.get(list(answers)))
 
     def _check_stop(self) -> None:
-        if min(each.asked_s for each in self.processes) < float("inf"):
+        if self._over() or min(each.asked_s for each in self.processes) < float("inf"):
             raise _Stopped
 
     def _attend(self, running: Sequence[_Running]) -> None:
