@@ -452,6 +452,8 @@ def chaos(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.chaos.schedule import KINDS, draw_schedule
 
     config = load_config(arguments)
+    if config.islands.ray:
+        raise ValueError("diloco chaos injects faults into islands of this machine; leave islands.ray out")
     schedule = draw_schedule(
         arguments.seed,
         config.islands.names,
