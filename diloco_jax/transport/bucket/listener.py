@@ -90,6 +90,10 @@ class BucketListener(Listener):
         self._thread = threading.Thread(target=self._watch, name="diloco-bucket", daemon=True)
         self._thread.start()
 
+    @property
+    def requests(self) -> dict[str, int]:
+        return self._bucket.store.requests.as_dict()
+
     def send_version(self, peer: str, message: GlobalFragment, version: Version) -> bool:
         """Queue a version as `send` does; its payload is written once for all learners of one host."""
         session = self._heard.get(peer)

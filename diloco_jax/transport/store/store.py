@@ -7,7 +7,7 @@ create one name, exactly one succeeds.
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -42,6 +42,12 @@ class Requests:
     sent_bytes: int = 0
     received_bytes: int = 0
 
+    def add(self, amounts: Mapping[str, int]) -> None:
+        """Count more of these; any thread may call it."""
+        with _lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -53,16 +59,16 @@ class Store:
     Args:
         url: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, file:///FOLDER, or memory://NAME within one
             process. Credentials, endpoint and region come from the environment, as for every tool of that provider.
+        requests: Counts of the caller, for several stores of one process; new ones by default.
 
     Raises:
         ValueError: obstore is not installed, or the URL or the environment has a mistake.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, requests: Requests | None = None) -> None:
         self.url = url
-        self.requests = Requests()
+        self.requests = Requests() if requests is None else requests
         self._store = _open(url)
-        self._counting = threading.Lock()
 
     def create(self, key: str, data: bytes) -> bool:
         """Write an object unless its name is taken; return whether it was not.
@@ -192,9 +198,7 @@ class Store:
                 raise self._error("delete", batch[0], error) from None
 
     def _count(self, **amounts: int) -> None:
-        with self._counting:
-            for name, amount in amounts.items():
-                setattr(self.requests, name, getattr(self.requests, name) + amount)
+        self.requests.add(amounts)
 
     def _error(self, action: str, key: str, error: Exception) -> StoreError:
         # The library appends the whole structure of its error in further lines.
