@@ -170,16 +170,21 @@ def _syncer_options(parser: Parser) -> None:
     parser.add_argument(
         "--rewind", action="store_true", help="no process is alive: continue from the newest snapshot alone"
     )
+    parser.add_argument(
+        "--standby",
+        action="store_true",
+        help="wait beside a run that has a bucket as address and syncer.standby, and take over if its syncer is lost",
+    )
 
 
 @command("syncer", "Run the syncer alone, for real machines; in the folder of a run it resumes.", _syncer_options)
 def syncer(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     with _run_folder(arguments, config) as (run_dir, config):
-        return _sync(config, run_dir, rewind=arguments.rewind)
+        return _sync(config, run_dir, rewind=arguments.rewind, standby=arguments.standby)
 
 
-def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
+def _sync(config: RunConfig, run_dir: Path, *, rewind: bool, standby: bool = False) -> int:
     tell_phase(run_dir, "syncer", IMPORTING)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.records.files import has_begun
@@ -208,12 +213,19 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
 
             tell_phase(run_dir, "syncer", "loading the data and describing the model")
             model = Evaluator(config)
+    leading = None
+    if standby:
+        from diloco_jax.runtime.syncer.leading import stand_by
+
+        leading = stand_by(config, run_dir, stop)
+        if leading is None:
+            return INTERRUPTED if stop.is_set() else 0
     page = _begin_page(config, run_dir)
     try:
         # A supervisor knows that its run is complete.
         late_s = 0.0 if PARENT_ENV in os.environ else LATE_S
         with ended_at_once(last_act):
-            run = SyncerRun(config, run_dir, stop, model, rewind=rewind, late_s=late_s)
+            run = SyncerRun(config, run_dir, stop, model, rewind=rewind, late_s=late_s, leading=leading)
         summary = run.run(last_act)
     finally:
         if page is not None:

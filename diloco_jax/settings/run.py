@@ -53,6 +53,10 @@ class SyncerConfig:
     """The most parameters of a model that a first learner may bring (model.module: own). Larger models are refused.
     Raise it for a larger model of that kind; a mistaken or hostile learner can then take more of the syncer's
     memory."""
+    standby: bool = False
+    """Keep tape and snapshots in the bucket, too, so that another machine can take over if this one is lost (`diloco
+    syncer --standby`, docs/bucket.md). Needs a bucket as transport.address. Set it if the syncer's machine may be lost;
+    every decision then takes two requests to the bucket before it leaves this process."""
     metrics: str = ""
     """host:port where Prometheus scrapes the run's metrics (docs/metrics.md), without encryption and without a
     password; 0.0.0.0 lets scrapers on other machines connect. Port 0 lets the system choose a port, which the log

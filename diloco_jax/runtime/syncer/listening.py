@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from diloco_jax.runtime.records.files import ADDRESS_FILE
 from diloco_jax.runtime.syncer.begin import FAILOVER
+from diloco_jax.runtime.syncer.leading import Leading
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints.ends import listen
 from diloco_jax.transport.link import bucket_scheme, split_address
@@ -43,6 +44,8 @@ class SyncerStart(NamedTuple):
     number_of: Callable[[str], int] = lambda _: 0
     # Id of the run; "" if an older release started it.
     run: str = ""
+    # This process as the leader of the run in its bucket.
+    leading: Leading | None = None
 
 
 def files_allowed() -> int:
@@ -72,7 +75,16 @@ def open_listener(config: RunConfig, run_dir: Path, start: SyncerStart) -> Liste
         transport = replace(transport, address=file.read_text(encoding="utf-8"))
     patience_s = LISTEN_PATIENCE_S if known else 0.0
     most = config.syncer.subscribers_max
-    made = partial(listen, transport, run_id=config.name, epoch=start.epoch, subscribers_max=most, run=start.run)
+    leader = None if start.leading is None else start.leading.leader
+    made = partial(
+        listen,
+        transport,
+        run_id=config.name,
+        epoch=start.epoch,
+        subscribers_max=most,
+        run=start.run,
+        leader=leader,
+    )
     listener = patiently(made, patience_s, start.stop)
     # An unchanged file is not written again, since the disk may be full.
     if not file.exists() or file.read_text(encoding="utf-8") != listener.address:

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -46,6 +46,7 @@ from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.context import Merges, Results, SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.island_numbers import IslandNumbers
+from diloco_jax.runtime.syncer.leading import Leading, begin_to_lead
 from diloco_jax.runtime.syncer.listening import LISTEN_PATIENCE_S, SyncerStart, open_listener
 from diloco_jax.runtime.syncer.machine_alarms import MachineAlarms
 from diloco_jax.runtime.syncer.run_clock import RunClock
@@ -104,18 +105,24 @@ class SyncerDriver:
         self._adrift: dict[str, float] = {}
         # An earlier process may have failed after the last global step.
         self._finished = self._machine.over
+        # Why another process is the run's syncer now; "" if none is.
+        self._lost = ""
         self.listener.on_operator = self._operate
+        self.listener.on_lost = self._on_lost
         self.results.wake_with(self.listener.wake)
 
     def serve(self, requests: list[effects.Effect]) -> None:
         """Execute the effects of the machine's first input, then serve until the last global step or until stopped.
 
         Raises:
-            TapeStopped: the run was stopped while the tape could not be written.
+            TapeStopped: the run was stopped while the tape could not be written, or another process leads it.
         """
         self._execute(requests)
         status_at_s = 0.0
         while not self._finished and not self.context.stop.is_set():
+            if self._lost:
+                # Islands go to the process that leads, so they get no farewell.
+                raise TapeStopped(self._lost)
             now_s = self._now_s()
             if now_s >= status_at_s:
                 status_at_s = now_s + STATUS_EVERY_S
@@ -130,6 +137,10 @@ class SyncerDriver:
                     if not self._take(0.0):
                         break
                 self._execute(self._taped.on_tick(self._now_s()))
+
+    def _on_lost(self, reason: str) -> None:
+        self._lost = reason
+        self.listener.wake()
 
     def bid_farewell(self, *, lingers: bool, late_s: float = 0.0) -> None:
         """Send Stop until all learners have left, or for the whole time if some may still reconnect (`lingers`).
@@ -165,7 +176,7 @@ class SyncerDriver:
         delivery = self.listener.receive(0.0)
         if delivery is None and timeout_s:
             # Nothing more arrives soon, so the tape is written now.
-            self.context.tape.flush()
+            self.context.tape.flush(safe=False)
             delivery = self.listener.receive(timeout_s)
         if delivery is not None:
             self._on_delivery(delivery, self._now_s())
@@ -346,6 +357,7 @@ class SyncerRun:
         model: the run's model: `Evaluator(config)`, or the model that an island brought.
         rewind: no learner is alive; resume from the newest snapshot, so that later rounds are void.
         late_s: seconds to wait at the end of a complete run for learners that may return.
+        leading: this process as the leader of the run in its bucket, if it took over as a standby.
     """
 
     def __init__(
@@ -357,8 +369,10 @@ class SyncerRun:
         *,
         rewind: bool = False,
         late_s: float = 0.0,
+        leading: Leading | None = None,
     ) -> None:
         self._late_s = late_s
+        self._leading = leading
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
         self._pulse.phase("compiling or loading the merge (up to a minute at the first start after an installation)")
         resolved = resolve(config, model.shapes, model.kinds)
@@ -411,10 +425,12 @@ class SyncerRun:
     def _run(self, last_act: Callable[[], object]) -> dict[str, Any]:
         config, run_dir, stop, machine = self._config, self._run_dir, self._stop, self._machine
         mode = mode_of(run_dir, rewind=self._rewind)
-        tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell())
+        leading = self._leading or begin_to_lead(config, run_dir)
+        copy = None if leading is None else leading.copy
+        tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell(), copy=copy)
         clock, taped = RunClock(run_dir, last_time_s(run_dir / TAPE_FILE) or 0.0), TapedSyncer(machine, tape.put)
         context = SyncerContext(config, run_dir, stop, clock, tape, machine, taped, self._model, self._stats)
-        writer = SnapshotWriter(context)
+        writer = SnapshotWriter(context, lambda path: None if copy is None else copy.copy_snapshot(path))
         exposed, earlier = Exposition(context, writer), NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir)
         band = read_band(config.evaluation) if mode == FRESH else continued_band(config.evaluation, run_dir)
         subtraction = Subtraction(config.evaluation.subtract, machine)
@@ -429,15 +445,16 @@ class SyncerRun:
             # A folder with a tape and without a snapshot could not be resumed.
             if mode == FRESH:
                 preparing.close()
+            if copy is not None:
+                copy.begin(run_dir)
             requests = begin(context, self._initial, mode, clock.now_s())
             tape.flush()
             watch.begins(mode)
             lingers = mode == FAILOVER and machine.over
             numbers = IslandNumbers(run_dir / ISLANDS_FILE, config.islands.names)
             description = self._description._replace(began_unix_s=clock.began_unix_s)
-            start = SyncerStart(
-                mode, machine.epoch, stop, self._fingerprint, description, numbers.number_of, machine.run
-            )
+            about = self._fingerprint, description, numbers.number_of, machine.run
+            start = SyncerStart(mode, machine.epoch, stop, *about, leading)
             self._free_port()
             listener = open_listener(config, run_dir, start)
             watch.listens(listener)
@@ -470,6 +487,9 @@ class SyncerRun:
         summary = self._conclude(watch, writer, tape, ended_s)
         writer.close()
         tape.close()
+        if copy is not None:
+            with suppress(OSError):
+                copy.end()
         return summary
 
     def _conclude(self, watch: Watch, writer: SnapshotWriter, tape: TapeFile, ended_s: float) -> dict[str, Any]:

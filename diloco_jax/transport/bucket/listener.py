@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -39,7 +38,7 @@ from diloco_jax.transport.session.description import DESCRIBE
 from diloco_jax.transport.session.listener import Listener
 from diloco_jax.transport.session.sessions import Refused, SessionBook
 from diloco_jax.transport.store import names
-from diloco_jax.transport.store.bucket import Bucket
+from diloco_jax.transport.store.bucket import Bucket, Leader
 from diloco_jax.transport.store.requests import QUESTION_BYTES_MAX
 from diloco_jax.transport.store.store import LISTED_MAX, StoreError
 
@@ -62,20 +61,30 @@ class BucketListener(Listener):
 
     Attributes:
         address: The bucket.
-        on_lost: Is called once, on another thread, when another process leads the run.
+
+    Args:
+        leader: This process, if it leads already.
 
     Raises:
         ValueError: Another process leads the run, the bucket has another run, or it cannot be used.
         StoreError: The store does not answer.
     """
 
-    def __init__(self, config: TransportConfig, run_id: str, epoch: int, subscribers_max: int, run: str = "") -> None:
+    def __init__(
+        self,
+        config: TransportConfig,
+        run_id: str,
+        epoch: int,
+        subscribers_max: int,
+        run: str = "",
+        leader: Leader | None = None,
+    ) -> None:
         super().__init__(config, run_id, epoch, subscribers_max, run)
         self.address = config.address
-        self.on_lost: Callable[[str], object] = lambda reason: None
         self._bucket = Bucket(config)
-        self._epoch = epoch
-        self._leader = self._bucket.lead(epoch, run_id, run)
+        # The epoch of the bucket may be ahead of the machine's: a process may have led without an input.
+        self._leader = self._bucket.lead(epoch, run_id, run) if leader is None else leader
+        self._epoch = self._leader.epoch
         self._entrance = names.entrance(epoch)
         self._seen: set[str] = set()
         self._reported = 0

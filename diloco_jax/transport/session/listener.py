@@ -30,6 +30,7 @@ class Listener:
         on_operator: The driver's answer to a request of an operator (`ask_operator`). `receive` calls it, so it runs
             on the driver's thread. It returns what happens now, in words, or raises ValueError with the reason why
             nothing happens. None: the answer is that this syncer cannot do it.
+        on_lost: Is called once, on another thread, when another process has become the run's syncer.
         status_json: The answer to `diloco status`; the driver may replace it at any time.
     """
 
@@ -47,6 +48,7 @@ class Listener:
         # Only the driver's thread touches it.
         self._heard: dict[str, Session] = {}
         self.on_operator: Operate | None = None
+        self.on_lost: Callable[[str], object] = lambda reason: None
         self.status_json = "{}"
 
     def announce(self, settings: Mapping[str, str], description: Description, number_of: Callable[[str], int]) -> None:

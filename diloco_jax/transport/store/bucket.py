@@ -7,6 +7,7 @@ different names. So a process that was stopped while another one took over can w
 
 import json
 import secrets
+import time
 from typing import NamedTuple
 
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
@@ -19,6 +20,8 @@ from diloco_jax.transport.trust.security import read_token
 LEADER_BYTES_MAX = 4096
 # Leaders with a false name in a listing are passed over; more than these are not looked at.
 LOOKED_AT_MAX = 20
+# A leader without a sign of life for this long has ended; it gives one every five seconds.
+LIFE_S = 12.0
 # Places where no stranger reads what is written.
 LOCAL = ("file", "memory")
 
@@ -92,14 +95,17 @@ class Bucket:
                 return _read_leader(epoch, content)
         return None
 
-    def lead(self, epoch: int, run_id: str, run: str) -> Leader:
+    def lead(self, epoch: int, run_id: str, run: str, place: str = "") -> Leader:
         """Make this process the syncer of an epoch, and return it as leader.
+
+        Args:
+            place: As for `claim`.
 
         Raises:
             ValueError: Another process is the syncer of this epoch or of a later one, or the bucket has another run.
             StoreError: The store does not answer.
         """
-        ours = Leader(epoch, run_id, run, secrets.token_hex(16))
+        ours = Leader(epoch, run_id, run, f"{place}.{secrets.token_hex(16)}")
         known = self.leader()
         where = f"transport.address {self.config.address}"
         if known is not None and (known.run_id, known.run) != (run_id, run):
@@ -117,6 +123,41 @@ class Bucket:
         if self.create(names.leader(epoch), content) or self.leader() == ours:
             return ours
         raise ValueError(f"{where}: another process became the syncer of epoch {epoch} at the same time")
+
+    def claim(self, run_id: str, run: str, place: str) -> Leader:
+        """Make this process the run's next syncer, after the newest one has ended.
+
+        Args:
+            place: Text that processes have in common that cannot run at the same time, such as those of one folder.
+
+        Raises:
+            ValueError: Another process leads the run, or the bucket has another run.
+            StoreError: The store does not answer.
+        """
+        known = self.leader()
+        if known is not None and known.run == run and not known.mark.startswith(f"{place}.") and self.lives(known):
+            raise ValueError(
+                f"transport.address {self.config.address} has a syncer that is alive, of epoch {known.epoch}, on "
+                "another machine or in another folder: stop it, or let this one wait for its end (`diloco syncer "
+                "--standby`)"
+            )
+        return self.lead(1 if known is None else known.epoch + 1, run_id, run, place)
+
+    def lives(self, leader: Leader, wait_s: float = LIFE_S) -> bool:
+        """Tell whether a leader gives a sign of life within `wait_s` seconds."""
+        until_s, first = time.monotonic() + wait_s, self.sign_of(leader)
+        while time.monotonic() < until_s:
+            time.sleep(min(1.0, max(0.0, until_s - time.monotonic())))
+            if self.sign_of(leader) != first:
+                return True
+        return False
+
+    def sign_of(self, leader: Leader) -> bytes:
+        """Return the newest sign of life of a leader; it only differs from earlier ones. StoreError as `leader`."""
+        try:
+            return self.read(names.alive(leader.epoch), LEADER_BYTES_MAX) or b""
+        except Unsealed:
+            return b""
 
     def lead_again(self, leader: Leader) -> None:
         """Write the object of a leader again after somebody has deleted or damaged it; StoreError if that fails."""

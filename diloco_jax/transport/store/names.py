@@ -7,6 +7,9 @@
     e/EPOCH/s/SESSION/up/N      object N of the stream from a learner to the syncer; down/N the other way
     e/EPOCH/s/SESSION/up-p/N    payload N of that stream
     e/EPOCH/v/N                 a payload for several learners
+    copy/EPOCH/tape/POSITION    lines of the syncer's tape from a byte on, for a standby (runtime/syncer/copies.py)
+    copy/EPOCH/base             the tape before this epoch is complete there
+    snapshot/STEP.EPOCH/N       a piece of a snapshot; its manifest comes last
 
 SESSION is NAME.INCARNATION.NUMBER.HOST, as in the header of a session of gRPC.
 """
@@ -18,7 +21,10 @@ from diloco_jax.transport.proto import diloco_pb2 as pb
 LEADER = "leader/"
 UP, DOWN = "up", "down"
 HELLO, FOLLOW, ASK = "hello.", "follow.", "ask."
+SNAPSHOT, MANIFEST = "snapshot/", "manifest"
 _DIGITS = 12
+# A tape may have many terabytes.
+POSITION_DIGITS = 15
 EPOCH_MAX = 10**_DIGITS - 1
 _PAYLOAD = re.compile(r"(s|v)/(\d{12})", re.ASCII)
 
@@ -26,7 +32,7 @@ _PAYLOAD = re.compile(r"(s|v)/(\d{12})", re.ASCII)
 def number_of(key: str) -> int | None:
     """Return the number at the end of a name; None if it has none."""
     tail = key.rpartition("/")[2]
-    return int(tail) if tail.isascii() and tail.isdecimal() and len(tail) <= _DIGITS else None
+    return int(tail) if tail.isascii() and tail.isdecimal() and len(tail) <= POSITION_DIGITS else None
 
 
 def leader(epoch: int) -> str:
@@ -67,6 +73,26 @@ def session_name(header: pb.Header) -> str:
 def in_stream(prefix: str, way: str, number: int) -> str:
     """Return the name of an object of a session's stream."""
     return f"{prefix}{way}/{number:0{_DIGITS}}"
+
+
+def copy(epoch: int) -> str:
+    """Return the prefix of the copy of the tape that the syncer of an epoch keeps for a standby."""
+    return f"copy/{epoch:0{_DIGITS}}/"
+
+
+def on_tape(epoch: int, position: int) -> str:
+    """Return the name of the lines of the tape from a position in bytes on."""
+    return f"{copy(epoch)}tape/{position:0{POSITION_DIGITS}}"
+
+
+def base(epoch: int) -> str:
+    """Return the name of the object that says that a copy has the tape from its first byte on."""
+    return f"{copy(epoch)}base"
+
+
+def snapshot(step: int, epoch: int) -> str:
+    """Return the prefix of a snapshot."""
+    return f"{SNAPSHOT}{step:0{_DIGITS}}.{epoch:0{_DIGITS}}/"
 
 
 def payload(epoch: int, prefix: str, way: str, reference: str) -> str:

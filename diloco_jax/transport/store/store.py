@@ -162,16 +162,21 @@ class Store:
         self._count(gets=1)
         return True
 
-    def list(self, prefix: str, limit: int = LISTED_MAX) -> list[str]:
-        """Return the names that start with `prefix`, at most `limit`, in no order; StoreError if that fails."""
+    def list(self, prefix: str, limit: int = LISTED_MAX, after: str = "") -> list[str]:
+        """Return the names that start with `prefix`, at most `limit` in order; StoreError if that fails.
+
+        Args:
+            after: Only names that sort behind this one.
+        """
         import obstore
 
         found: list[str] = []
         try:
-            for page in obstore.list(self._store, prefix, chunk_size=1000):
+            for page in obstore.list(self._store, prefix, offset=after or None, chunk_size=1000):
                 self._count(lists=1)
                 found += [item["path"] for item in page]
-                if len(found) >= limit:
+                # A folder lists its files in no order, and the first ones are wanted.
+                if len(found) >= limit and not self.url.startswith("file:"):
                     break
         except FileNotFoundError:
             return []
@@ -179,7 +184,7 @@ class Store:
             raise self._error("list", prefix, error) from None
         if not found:
             self._count(lists=1)
-        return found[:limit]
+        return sorted(found)[:limit]
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; one that is gone already is no error. StoreError if the store does not answer."""
