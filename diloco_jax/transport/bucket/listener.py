@@ -144,10 +144,10 @@ class BucketListener(Listener):
     def _sweep(self) -> None:
         """Delete all objects of this epoch and of earlier ones, the claim to lead last."""
         keys = self._bucket.store.list("")
-        newer = [key for key in keys if _epoch_of(key) > self._epoch]
+        newer = [key for key in keys if names.epoch_of(key) > self._epoch]
         leaders = {names.leader(self._epoch), names.alive(self._epoch)}
         # Objects that are not ours are none of our business.
-        ours = [key for key in keys if 0 <= _epoch_of(key) <= self._epoch and key not in leaders]
+        ours = [key for key in keys if 0 <= names.epoch_of(key) <= self._epoch and key not in leaders]
         self._bucket.store.delete(ours)
         if not newer:
             self._bucket.store.delete([key for key in leaders if key in keys])
@@ -190,7 +190,7 @@ class BucketListener(Listener):
 
     def _delete_earlier(self) -> None:
         keys = self._bucket.store.list("")
-        self._bucket.store.delete([key for key in keys if 0 <= _epoch_of(key) < self._epoch])
+        self._bucket.store.delete([key for key in keys if 0 <= names.epoch_of(key) < self._epoch])
 
     def _look(self) -> None:
         """Handle what is new at the entrance."""
@@ -306,14 +306,3 @@ def _establish(book: SessionBook, session: BucketSession) -> None:
 
 def _reply(reply: pb.StatusReply | pb.DescribeReply | pb.DrainReply) -> pb.Answer:
     return pb.Answer(reply=reply.SerializeToString())
-
-
-def _epoch_of(key: str) -> int:
-    """Return the epoch that an object belongs to; -1 if it is no object of a run."""
-    first, _, rest = key.partition("/")
-    if first in ("leader", "alive"):
-        number = names.number_of(key)
-        return -1 if number is None else number
-    if first != "e":
-        return -1
-    return names.number_of(rest.partition("/")[0]) or -1

@@ -7,8 +7,8 @@ from diloco_jax.transport.endpoints.grpc_link import GrpcLink
 from diloco_jax.transport.link import TransportConfig, bucket_scheme
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.session.listener import Listener
-from diloco_jax.transport.store.store import Requests
 from diloco_jax.transport.store.bucket import Leader
+from diloco_jax.transport.store.store import Requests
 
 AnyLink = GrpcLink | BucketLink
 

@@ -162,6 +162,24 @@ class Store:
         self._count(gets=1)
         return True
 
+    def modified_s(self, key: str) -> float | None:
+        """Return when an object was written, in seconds since 1970 by the store's clock; None if there is none.
+
+        Raises:
+            StoreError: The store did not answer, or refused.
+        """
+        import obstore
+
+        try:
+            found = obstore.head(self._store, key)
+        except FileNotFoundError:
+            self._count(misses=1)
+            return None
+        except Exception as error:
+            raise self._error("look for", key, error) from None
+        self._count(gets=1)
+        return float(found["last_modified"].timestamp())
+
     def list(self, prefix: str, limit: int = LISTED_MAX, after: str = "") -> list[str]:
         """Return the names that start with `prefix`, at most `limit` in order; StoreError if that fails.
 
