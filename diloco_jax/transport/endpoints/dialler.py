@@ -33,9 +33,9 @@ class Dialler:
     ) -> None:
         self._blocks = HostBlocks(learner_id, incarnation), statement
         names = {"run_id": run_id, "learner_id": learner_id, "incarnation": incarnation, "host": host, "hosts": hosts}
-        partials = Partials(config.payload_bytes_max, config.resume_s)
         self._requests = Requests()
-        self._dial = partial(connect, config, partials=partials, requests=self._requests, **names)  # type: ignore[arg-type]
+        kept = {"partials": Partials(config.payload_bytes_max, config.resume_s), "requests": self._requests}
+        self._dial = partial(connect, config, **kept, **names)  # type: ignore[arg-type]
 
     @property
     def requests(self) -> dict[str, int]:

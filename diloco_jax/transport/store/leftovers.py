@@ -1,4 +1,4 @@
-"""What a run has left in a bucket, for `diloco clean`: its objects, its newest leader, and whether that one is alive.
+"""Objects that a run has left in a bucket, for `diloco clean`, its newest leader, and whether that one is alive.
 
 Names tell what belongs to a run, and a change of the sign of life tells that a syncer is alive. So nothing here needs
 the run's token but the name of the run.
