@@ -22,7 +22,7 @@ from diloco_jax.training.models.config import OF_TOKENS, ModelConfig
 from diloco_jax.training.named import check_setting
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
-from diloco_jax.transport.link import TransportConfig, split_address
+from diloco_jax.transport.link import TransportConfig, bucket_scheme, split_address
 
 SUBSCRIBERS_MAX = 256
 # The limit holds for every count below `train`.
@@ -387,6 +387,11 @@ class RunConfig:
             raise ValueError(
                 "evaluation.subtract tests contributions at the evaluations during the run, and train.eval_every is 0, "
                 "so there is none; set train.eval_every, or leave evaluation.subtract out"
+            )
+        if self.model.own and bucket_scheme(self.transport.address):
+            raise ValueError(
+                f"transport.address is {self.transport.address}, a bucket, and model.module is own: a loop sends its "
+                "model over a connection; set transport.address to host:port, or name the model in model.module"
             )
         self._check_own_data()
         self._check_budget()

