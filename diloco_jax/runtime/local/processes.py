@@ -33,7 +33,7 @@ READ_BYTES, TEXT_MAX = 1 << 20, 400
 
 
 class Handle(Protocol):
-    """What the supervisor uses of a subprocess.Popen; a process on another machine offers the same."""
+    """The part of a subprocess.Popen that the supervisor uses; a process on another machine offers it, too."""
 
     @property
     def pid(self) -> int: ...
