@@ -255,3 +255,18 @@ def test_connecting_needs_a_leader_of_this_token(ends: Ends, listener: BucketLis
     there = replace(ends.there, token_file=str(tmp_path / "token"), connect_timeout_s=0.02)
     with pytest.raises(TransportError, match=r"damaged or of another run: use that syncer's transport\.token_file"):
         connect(there, run_id="run", learner_id="a", incarnation=0)
+
+
+def test_an_idle_session_writes_only_signs_of_life(ends: Ends, listener: BucketListener) -> None:
+    link = ends.meet()
+    link.send(value(1, 3), b"abc")
+    hear(listener)
+    assert listener.send("a", m.Advance(1)) and hear_message(link) == m.Advance(1)
+    # Both sides say what they have read, and then nothing.
+    sides = link._session._writer, listener._heard["a"]._writer
+    for _ in range(50):
+        before = [each.number for each in sides]
+        time.sleep(20 * POLL_S)
+        if before == [each.number for each in sides]:
+            return
+    raise AssertionError("the two sides answer each other's answers")
