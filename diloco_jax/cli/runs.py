@@ -443,22 +443,24 @@ def _chaos_options(parser: Parser) -> None:
     parser.takes_json()
     parser.add_argument("--faults", type=int, default=20, help="number of faults; default: 20")
     parser.add_argument("--seed", type=int, default=0, help="seed of the schedule; default: 0")
-    parser.add_argument("--kinds", help="kinds of faults, separated by commas; default: all")
+    parser.add_argument("--kinds", help="kinds of faults, separated by commas; default: all that the address allows")
     parser.add_argument("--dry-run", action="store_true", help="print the schedule, and exit")
 
 
 @command("chaos", "Train under a schedule of faults, and show what recovered and when.", _chaos_options, trains=True)
 def chaos(arguments: argparse.Namespace) -> int:
-    from diloco_jax.tools.chaos.schedule import KINDS, draw_schedule
+    from diloco_jax.tools.chaos.schedule import draw_schedule, possible_kinds
 
     config = load_config(arguments)
+    if config.islands.ray:
+        raise ValueError("diloco chaos injects faults into islands of this machine; leave islands.ray out")
     schedule = draw_schedule(
         arguments.seed,
         config.islands.names,
         faults=arguments.faults,
         steps=config.planned_steps,
         silence_s=config.protocol.silence_s,
-        kinds=arguments.kinds.split(",") if arguments.kinds else KINDS,
+        kinds=possible_kinds(config.transport.address, arguments.kinds.split(",") if arguments.kinds else ()),
     )
     if arguments.dry_run:
         show(arguments, {"schedule": [str(fault) for fault in schedule]}, lambda result: "\n".join(result["schedule"]))

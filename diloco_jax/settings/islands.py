@@ -14,6 +14,8 @@ Devices = int | Literal["auto"]
 AUTO: Literal["auto"] = "auto"
 DEVICES_MAX = 64
 GS = "gs://"
+# Ray's names for devices that JAX finds.
+ACCELERATORS = ("GPU", "TPU")
 ISLANDS_MAX = 1024
 # A slice of 6144 v5p chips has 1536 hosts.
 HOSTS_MAX = 2048
@@ -36,6 +38,8 @@ class IslandOverride:
     """See islands.batch_size. Set it if this island differs from the others in speed or memory."""
     zone: str | None = None
     """See islands.zone. Set it for each island if islands are in different zones."""
+    resources: dict[str, float] | None = None
+    """See islands.resources. Set it if this island needs other nodes of a Ray cluster than the others do."""
     data: OwnDataConfig | None = None
     """A corpus of this island's own. Set it if the island's data must stay at its site, or differs from that of the
     others; tokenizer, vocabulary and train.seq_len are those of the run."""
@@ -55,6 +59,8 @@ class IslandConfig(NamedTuple):
     batch_size: int  # sequences
     # Cloud zone; "" if none is named.
     zone: str
+    # What a Ray cluster gives to each process, by name.
+    resources: dict[str, float]
     # TPU generations that the config describes itself.
     generations: dict[str, Generation]
 
@@ -96,6 +102,14 @@ class IslandsConfig:
     zone: str = ""
     """Cloud zone of an island, such as us-east5-a; for launch. Set it to create machines with diloco launch, in a zone
     that offers the topology."""
+    ray: str = ""
+    """Address of the Ray cluster that runs the islands of `diloco train` (docs/ray.md): auto for the cluster of this
+    machine, or HOST:PORT of its head node. Empty: the islands run on this machine. Set it if Ray places your jobs; the
+    syncer stays on this machine, which must be a node of the cluster."""
+    resources: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    """What each process of an island needs on a Ray cluster, by Ray's names: {GPU: 8}, {TPU: 4}, or {CPU: 2, site: 1}
+    with a name that you gave to nodes. Islands without GPU and TPU emulate devices. Set it together with islands.ray;
+    other runs ignore it."""
     controller: Controller = "processes"
     """processes: each island has a separate process. single: one process drives all islands, each in a thread with
     separate devices; for a controller that sees several slices, such as Pathways. If that process fails, all islands
@@ -168,6 +182,7 @@ class IslandsConfig:
         if not 0 <= self.peak_tflops < inf:
             raise ValueError(f"islands.peak_tflops is {self.peak_tflops}; use TFLOP/s of one device, or 0 if unknown")
         self._check_controller()
+        self._check_ray()
         for name in ("", *self.each):
             _check(self._own(name), f"islands.each.{name}" if name else "islands")
 
@@ -194,6 +209,23 @@ class IslandsConfig:
             raise ValueError(
                 f"islands.controller is single, but {far} has several hosts, whose chips one process sees "
                 "through islands.pathways only; set it, or the controller to processes"
+            )
+
+    def _check_ray(self) -> None:
+        if not self.ray:
+            return
+        if self.ray != "auto":
+            host, _, port = self.ray.rpartition(":")
+            if not host or "/" in host or not port.isdecimal():
+                raise ValueError(
+                    f"islands.ray is {self.ray!r}; use auto on a node of the cluster, or HOST:PORT of its head node, "
+                    "such as 10.0.0.1:6379"
+                )
+        here = {"command": self.command, "standby": self.standby, "controller single": self.controller == "single"}
+        if others := [name for name, value in here.items() if value]:
+            raise ValueError(
+                f"islands.{others[0]} needs islands on this machine, but islands.ray is {self.ray}; leave one of them "
+                "out"
             )
 
     def _own(self, name: str) -> IslandConfig:
@@ -234,6 +266,7 @@ def _check(own: IslandConfig, where: str) -> None:
         raise ValueError(f"{where}: {own.hosts} hosts cannot share {own.devices} devices equally; change one of them")
     if own.batch_size < 0:
         raise ValueError(f"{where}.batch_size is {own.batch_size}; use at least 1, or 0 for an equal share")
+    _check_resources(own, where)
     if own.slice:
         if own.devices:
             raise ValueError(
@@ -241,3 +274,20 @@ def _check(own: IslandConfig, where: str) -> None:
                 "its chips, or leave the topology out"
             )
         own.mesh.sizes(own.slice.devices)
+
+
+def _check_resources(own: IslandConfig, where: str) -> None:
+    """Check what Ray gives to a process of an island; ValueError if Ray could never give it, or devices differ."""
+    if not own.resources:
+        raise ValueError(f"{where}.resources is empty; name what a process needs, such as {{CPU: 1}} or {{GPU: 8}}")
+    for name, amount in own.resources.items():
+        if not 0 < amount < inf or (amount > 1 and amount != int(amount)):
+            raise ValueError(
+                f"{where}.resources has {name}: {amount:g}; use a whole number, or a share between 0 and 1"
+            )
+    accelerators = sum(own.resources.get(name, 0) for name in ACCELERATORS)
+    if own.devices and accelerators and own.hosts * max(1, accelerators) != own.devices:
+        raise ValueError(
+            f"{where}.devices is {own.devices}, but {where}.resources gives {accelerators:g} to each of its "
+            f"{own.hosts} processes; change one of them, or set devices to auto"
+        )

@@ -15,14 +15,14 @@ from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget, Limits
-from diloco_jax.settings.cloud import CloudConfig, GpuConfig
+from diloco_jax.settings.cloud import CloudConfig, ExtraConfig, GpuConfig
 from diloco_jax.settings.islands import IslandConfig, IslandOverride, IslandsConfig
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.models.config import OF_TOKENS, ModelConfig
 from diloco_jax.training.named import check_setting
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
-from diloco_jax.transport.link import TransportConfig, split_address
+from diloco_jax.transport.link import TransportConfig, bucket_scheme, split_address
 
 SUBSCRIBERS_MAX = 256
 # The limit holds for every count below `train`.
@@ -357,6 +357,11 @@ class RunConfig:
                 f"islands.least is {self.islands.least}, but protocol.quorum is {self.protocol.quorum}, so rounds "
                 "would stop while enough islands are there; lower the quorum or raise islands.least"
             )
+        if self.cloud.extra != ExtraConfig() and self.islands.base == self.islands.names:
+            raise ValueError(
+                f"cloud.extra is set, but the run needs all {count} islands, so none is extra; set islands.least to "
+                "fewer, or remove cloud.extra"
+            )
         if self.algorithm == "decoupled" and self.protocol.lockstep and self.protocol.quorum < count:
             raise ValueError(
                 f"protocol.overlap_steps is 0 (learners wait for the merge), but protocol.quorum is "
@@ -382,6 +387,11 @@ class RunConfig:
             raise ValueError(
                 "evaluation.subtract tests contributions at the evaluations during the run, and train.eval_every is 0, "
                 "so there is none; set train.eval_every, or leave evaluation.subtract out"
+            )
+        if self.model.own and bucket_scheme(self.transport.address):
+            raise ValueError(
+                f"transport.address is {self.transport.address}, a bucket, and model.module is own: a loop sends its "
+                "model over a connection; set transport.address to host:port, or name the model in model.module"
             )
         self._check_own_data()
         self._check_budget()

@@ -132,7 +132,7 @@ def test_islands_come_and_go_with_capacity_and_neither_samples_nor_the_schedule_
     # M follows the machines.
     members = [watch.mergers(from_s, to_s) for from_s, to_s in ((0.0, 12.0), (16.0, 27.0), (40.0, 999.0))]
     assert members == [{*scenario.names[:count]} for count in (2, 6, 3)]
-    # Whoever holds a sample that nobody read is there, and reads it next.
+    # An island that holds a sample that nobody read is there, and reads it next.
     unread = {watch.given[sample] for sample in watch.given.keys() - watch.read}
     assert unread <= {*scenario.names[:3]} and {*range(max(watch.read))} <= watch.given.keys()
     # A step of the schedule is six steps of islands, so it advances by M / 6 in a global step.

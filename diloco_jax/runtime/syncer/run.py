@@ -105,10 +105,7 @@ class SyncerDriver:
         self._adrift: dict[str, float] = {}
         # An earlier process may have failed after the last global step.
         self._finished = self._machine.over
-        # Why another process is the run's syncer now; "" if none is.
-        self._lost = ""
         self.listener.on_operator = self._operate
-        self.listener.on_lost = self._on_lost
         self.results.wake_with(self.listener.wake)
 
     def serve(self, requests: list[effects.Effect]) -> None:
@@ -120,9 +117,9 @@ class SyncerDriver:
         self._execute(requests)
         status_at_s = 0.0
         while not self._finished and not self.context.stop.is_set():
-            if self._lost:
+            if self.listener.lost:
                 # Islands go to the process that leads, so they get no farewell.
-                raise TapeStopped(self._lost)
+                raise TapeStopped(self.listener.lost)
             now_s = self._now_s()
             if now_s >= status_at_s:
                 status_at_s = now_s + STATUS_EVERY_S
@@ -137,10 +134,6 @@ class SyncerDriver:
                     if not self._take(0.0):
                         break
                 self._execute(self._taped.on_tick(self._now_s()))
-
-    def _on_lost(self, reason: str) -> None:
-        self._lost = reason
-        self.listener.wake()
 
     def bid_farewell(self, *, lingers: bool, late_s: float = 0.0) -> None:
         """Send Stop until all learners have left, or for the whole time if some may still reconnect (`lingers`).
@@ -521,7 +514,11 @@ class SyncerRun:
             alarms.append(Alarm("unmerged-fragments", "", warning).as_dict())
         summary = {**found, **summary, "alarms": alarms}
         summary |= {"evaluated": watch.eval_loss is not None and found["eval_loss"] is not None}
-        summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}
+        summary |= {
+            "requests": watch.requests(),
+            "complete": self._machine.finished,
+            "num_parameters": self._num_parameters,
+        }
         summary |= {"tape_bytes": tape.position, "tape_head": tape.head}
         summary = with_figures("summary", summary)
         write_json(self._run_dir / SUMMARY_FILE, summary)

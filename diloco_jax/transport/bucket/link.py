@@ -24,7 +24,7 @@ from diloco_jax.transport.session.inbox import Inbox
 from diloco_jax.transport.store import names
 from diloco_jax.transport.store.bucket import Bucket
 from diloco_jax.transport.store.requests import await_leader
-from diloco_jax.transport.store.store import StoreError
+from diloco_jax.transport.store.store import Requests, StoreError
 
 
 class BucketLink:
@@ -72,10 +72,15 @@ def connect_in_bucket(
     hosts: int = 1,
     subscribes: bool = False,
     run: str = "",
+    requests: Requests | None = None,
 ) -> BucketLink:
-    """Open a session with the newest syncer in a bucket; arguments and errors are those of `grpc_link.connect`."""
+    """Open a session with the newest syncer in a bucket; arguments and errors are those of `grpc_link.connect`.
+
+    Args:
+        requests: Counts that get the requests of this session, too.
+    """
     until_s = time.monotonic() + config.connect_timeout_s
-    bucket = Bucket(config)
+    bucket = Bucket(config, requests)
     number = number or time.monotonic_ns()
     header = pb.Header(run_id=run_id, epoch=epoch, sender=check_name(learner_id), incarnation=incarnation)
     header.session, header.stripes, header.lane, header.run = number, 1, pb.LANE_CONTROL, run

@@ -38,12 +38,11 @@ from diloco_jax.transport.session.description import DESCRIBE
 from diloco_jax.transport.session.listener import Listener
 from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.store import names
-from diloco_jax.transport.store.bucket import Bucket, Leader
+from diloco_jax.transport.store.bucket import Bucket
 from diloco_jax.transport.store.requests import QUESTION_BYTES_MAX
 from diloco_jax.transport.store.store import LISTED_MAX, StoreError
+from diloco_jax.transport.store.term import Term
 
-# Between two signs of life, and two looks for a later leader.
-BEAT_S = 5.0
 # What an ended session, or an answer, left is deleted after this time, or after ten polls.
 LINGER_S = 20.0
 # Requests that are handled at the same time.
@@ -65,7 +64,7 @@ class BucketListener(Listener):
         address: The bucket.
 
     Args:
-        leader: This process, if it leads already.
+        term: The leadership of this process, if it has claimed the run already.
 
     Raises:
         ValueError: Another process leads the run, the bucket has another run, or it cannot be used.
@@ -79,14 +78,17 @@ class BucketListener(Listener):
         epoch: int,
         subscribers_max: int,
         run: str = "",
-        leader: Leader | None = None,
+        term: Term | None = None,
     ) -> None:
         super().__init__(config, run_id, epoch, subscribers_max, run)
         self.address = config.address
-        self._bucket = Bucket(config)
+        if term is None:
+            bucket = Bucket(config)
+            term = Term(bucket, bucket.lead(epoch, run_id, run))
+        self._bucket, self._term = term.bucket, term
+        term.on_lost = self._inbox.wake
         # The epoch of the bucket may be ahead of the machine's: a process may have led without an input.
-        self._leader = self._bucket.lead(epoch, run_id, run) if leader is None else leader
-        self._epoch = self._leader.epoch
+        self._epoch = term.leader.epoch
         self._entrance = names.entrance(self._epoch)
         self._seen: set[str] = set()
         self._reported = 0
@@ -101,6 +103,14 @@ class BucketListener(Listener):
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="diloco-bucket", daemon=True)
         self._thread.start()
+
+    @property
+    def lost(self) -> str:
+        return self._term.lost
+
+    @property
+    def requests(self) -> dict[str, int]:
+        return self._bucket.store.requests.as_dict()
 
     def send_version(self, peer: str, message: GlobalFragment, version: Version) -> bool:
         """Queue a version as `send` does; its payload is written once for all learners of one host."""
@@ -140,6 +150,7 @@ class BucketListener(Listener):
         self._closing.set()
         for thread in (self._thread, *self._handling):
             thread.join(max(0.1, until_s - time.monotonic()))
+        self._term.close()
         with contextlib.suppress(StoreError):
             self._sweep()
 
@@ -147,8 +158,8 @@ class BucketListener(Listener):
         """Delete all objects of this epoch and of earlier ones, the claim to lead last."""
         self._delete_epochs(self._epoch)
         # Objects that are not ours are none of our business.
-        leaders = [key for key in self._bucket.store.list(names.LEADER) if _epoch_of(key) >= 0]
-        if not any(_epoch_of(key) > self._epoch for key in leaders):
+        leaders = [key for key in self._bucket.store.list(names.LEADER) if names.epoch_of(key) >= 0]
+        if not any(names.epoch_of(key) > self._epoch for key in leaders):
             self._bucket.store.delete([*leaders, names.alive(self._epoch)])
         self._bucket.tidy()
 
@@ -156,21 +167,19 @@ class BucketListener(Listener):
         """Delete the objects of all sessions until an epoch, and the claims to lead before another one."""
         for prefix, end in (("e/", last + 1), (names.LEADER, leaders_before), ("alive/", leaders_before)):
             before: list[str] = []
-            while (found := [key for key in self._bucket.store.list(prefix) if 0 <= _epoch_of(key) < end]) != before:
+            while (
+                found := [key for key in self._bucket.store.list(prefix) if 0 <= names.epoch_of(key) < end]
+            ) != before:
                 self._bucket.store.delete(found)
                 before = found
 
     def _watch(self) -> None:
         """List the entrance until the listener closes; the body of its thread."""
-        beat_s, trouble = -BEAT_S, ""
+        trouble = ""
         with contextlib.suppress(StoreError):
             self._delete_epochs(self._epoch - 1, self._epoch)
-        while not self._closing.is_set():
+        while not (self._closing.is_set() or self._term.lost):
             try:
-                if time.monotonic() >= beat_s + BEAT_S:
-                    beat_s = time.monotonic()
-                    if not self._lead_on():
-                        return
                 self._look()
                 self._clean()
                 trouble = ""
@@ -182,17 +191,6 @@ class BucketListener(Listener):
             except Exception:
                 log.exception("an error at the entrance of the bucket; going on")
             self._closing.wait(self.config.poll_s)
-
-    def _lead_on(self) -> bool:
-        """Give a sign of life; False, and `on_lost` is called, if another process leads the run."""
-        newest = self._bucket.lead_on(self._leader)
-        if newest is not None:
-            reason = f"another process leads the run as the syncer of epoch {newest.epoch}"
-            log.error(f"{reason}; this one ends")
-            self._lose(reason)
-            return False
-        self._bucket.write(names.alive(self._epoch), str(time.monotonic_ns()).encode())
-        return True
 
     def _look(self) -> None:
         """Handle what is new at the entrance."""
@@ -334,15 +332,3 @@ class BucketListener(Listener):
 
 def _reply(reply: pb.StatusReply | pb.DescribeReply | pb.DrainReply) -> pb.Answer:
     return pb.Answer(reply=reply.SerializeToString())
-
-
-def _epoch_of(key: str) -> int:
-    """Return the epoch that an object belongs to; -1 if it is no object of a run."""
-    first, _, rest = key.partition("/")
-    if first in ("leader", "alive"):
-        number = names.number_of(key)
-        return -1 if number is None else number
-    if first != "e":
-        return -1
-    number = names.number_of(rest.partition("/")[0])
-    return -1 if number is None else number

@@ -30,7 +30,6 @@ class Listener:
         on_operator: The driver's answer to a request of an operator (`ask_operator`). `receive` calls it, so it runs
             on the driver's thread. It returns what happens now, in words, or raises ValueError with the reason why
             nothing happens. None: the answer is that this syncer cannot do it.
-        on_lost: Is called once, mostly on another thread, when another process has become the run's syncer.
         status_json: The answer to `diloco status`; the driver may replace it at any time.
     """
 
@@ -48,28 +47,15 @@ class Listener:
         # Only the driver's thread touches it.
         self._heard: dict[str, Session] = {}
         self.on_operator: Operate | None = None
-        self._on_lost: Callable[[str], object] | None = None
-        self._lost = ""
         self.status_json = "{}"
         self.settings: dict[str, str] = {}
         self.description = Description("", "")
         self.number_of: Callable[[str], int] = lambda _: 0
 
     @property
-    def on_lost(self) -> Callable[[str], object] | None:
-        return self._on_lost
-
-    @on_lost.setter
-    def on_lost(self, do: Callable[[str], object]) -> None:
-        self._on_lost = do
-        if self._lost:
-            do(self._lost)
-
-    def _lose(self, reason: str) -> None:
-        """Note that another process is the run's syncer."""
-        self._lost = reason
-        if self._on_lost is not None:
-            self._on_lost(reason)
+    def lost(self) -> str:
+        """Return why another process has become the run's syncer; "" while this one is."""
+        return ""
 
     def announce(self, settings: Mapping[str, str], description: Description, number_of: Callable[[str], int]) -> None:
         """Take what is told to those who ask before they join.
@@ -143,6 +129,11 @@ class Listener:
     def traffic(self) -> Traffic:
         """Return the bytes received from and sent to all learners so far."""
         return self._inbox.traffic
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """Return the requests to a bucket so far, and their bytes, by name; {} without a bucket."""
+        return {}
 
     def stop_admitting(self) -> list[Session]:
         """Refuse every new session from now on, and return the open ones."""

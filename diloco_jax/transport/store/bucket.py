@@ -18,7 +18,7 @@ from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport.link import TransportConfig, bucket_scheme
 from diloco_jax.transport.store import names
 from diloco_jax.transport.store.seal import SEAL_BYTES, Seal, Unsealed
-from diloco_jax.transport.store.store import ObjectStore, StoreError, TooLarge
+from diloco_jax.transport.store.store import ObjectStore, Requests, StoreError, TooLarge
 from diloco_jax.transport.trust.security import read_token
 
 LEADER_BYTES_MAX = 4096
@@ -51,16 +51,17 @@ class Bucket:
 
     Args:
         config: Settings with a bucket as address.
+        requests: As for `Store`.
 
     Raises:
         ValueError: The address, the environment or the token cannot be used, a package is not installed, or anybody who
             reads the bucket could read the run.
     """
 
-    def __init__(self, config: TransportConfig) -> None:
+    def __init__(self, config: TransportConfig, requests: Requests | None = None) -> None:
         check_secrecy(config)
         self.config = config
-        self.store = ObjectStore(config.address)
+        self.store = ObjectStore(config.address, requests)
         self.seal = Seal(read_token(config))
         self._lock = threading.Lock()
         self._left: deque[str] = deque(maxlen=LEFT_MAX)

@@ -20,10 +20,11 @@ import secrets
 
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
-LEADER = "leader/"
+LEADER, ALIVE = "leader/", "alive/"
 UP, DOWN = "up", "down"
 HELLO, FOLLOW, ASK = "hello.", "follow.", "ask."
-SNAPSHOT, MANIFEST = "snapshot/", "manifest"
+COPY, SNAPSHOT, MANIFEST = "copy/", "snapshot/", "manifest"
+COPIES = (COPY, SNAPSHOT)
 _DIGITS = 12
 # A tape may have many terabytes.
 POSITION_DIGITS = 15
@@ -31,12 +32,35 @@ EPOCH_MAX = 10**_DIGITS - 1
 ATTEMPT_BYTES = 8
 _ATTEMPT = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _PAYLOAD = re.compile(r"(s|v)/(\d{12})", re.ASCII)
+# One session has a name of four fields; the first may have dots, too.
+_OURS = re.compile(
+    r"(leader|alive)/\d{12}"
+    r"|e/\d{1,12}/(in/(hello|follow|ask)\.[\w.-]+|answer/\w+|v/\d{12}|s/[\w.-]+/(up|down)(-p)?/\d{12})"
+    r"|copy/\d{12}/(tape/\d{15}|[\w.-]+)"
+    r"|snapshot/\d{12}\.\d{12}/[\w.-]+",
+    re.ASCII,
+)
 
 
 def number_of(key: str) -> int | None:
     """Return the number at the end of a name; None if it has none."""
     tail = key.rpartition("/")[2]
     return int(tail) if tail.isascii() and tail.isdecimal() and len(tail) <= POSITION_DIGITS else None
+
+
+def is_ours(key: str) -> bool:
+    """Return whether a run gives its objects such a name."""
+    return _OURS.fullmatch(key) is not None
+
+
+def epoch_of(key: str) -> int:
+    """Return the epoch whose sessions, leader or sign of life an object belongs to; -1 if to none."""
+    first, _, rest = key.partition("/")
+    if first in ("leader", "alive"):
+        number = number_of(key)
+    else:
+        number = number_of(rest.partition("/")[0]) if first == "e" else None
+    return -1 if number is None else number
 
 
 def leader(epoch: int) -> str:
@@ -46,7 +70,7 @@ def leader(epoch: int) -> str:
 
 def alive(epoch: int) -> str:
     """Return the name of the sign of life of the syncer of an epoch."""
-    return f"alive/{epoch:0{_DIGITS}}"
+    return f"{ALIVE}{epoch:0{_DIGITS}}"
 
 
 def of_epoch(epoch: int) -> str:
@@ -92,7 +116,7 @@ def in_stream(prefix: str, way: str, number: int) -> str:
 
 def copy(epoch: int) -> str:
     """Return the prefix of the copy of the tape that the syncer of an epoch keeps for a standby."""
-    return f"copy/{epoch:0{_DIGITS}}/"
+    return f"{COPY}{epoch:0{_DIGITS}}/"
 
 
 def on_tape(epoch: int, position: int) -> str:

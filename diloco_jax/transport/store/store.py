@@ -8,7 +8,7 @@ create one name, exactly one succeeds.
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, Literal
@@ -48,6 +48,12 @@ class Requests:
     sent_bytes: int = 0
     received_bytes: int = 0
 
+    def add(self, amounts: Mapping[str, int]) -> None:
+        """Count more of these; any thread may call it."""
+        with _lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -59,16 +65,16 @@ class ObjectStore:
     Args:
         url: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, file:///FOLDER, or memory://NAME within one
             process. Credentials, endpoint and region come from the environment, as for every tool of that provider.
+        requests: Counts of the caller, for several stores of one process; new ones by default.
 
     Raises:
         ValueError: obstore is not installed, or the URL or the environment has a mistake.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, requests: Requests | None = None) -> None:
         self.url = url
-        self.requests = Requests()
+        self.requests = Requests() if requests is None else requests
         self._store = _open(url)
-        self._counting = threading.Lock()
 
     def create(self, key: str, data: bytes) -> bool:
         """Write an object unless its name is taken; return whether it was not.
@@ -169,6 +175,24 @@ class ObjectStore:
         self._count(gets=1)
         return size
 
+    def modified_s(self, key: str) -> float | None:
+        """Return when an object was written, in seconds since 1970 by the store's clock; None if there is none.
+
+        Raises:
+            StoreError: The store did not answer, or refused.
+        """
+        import obstore
+
+        try:
+            found = obstore.head(self._store, key)
+        except FileNotFoundError:
+            self._count(misses=1)
+            return None
+        except Exception as error:
+            raise self._error("look for", key, error) from None
+        self._count(gets=1)
+        return float(found["last_modified"].timestamp())
+
     def list(self, prefix: str, limit: int = LISTED_MAX, after: str = "") -> list[str]:
         """Return the names that start with `prefix`, at most `limit` in order; StoreError if that fails.
 
@@ -219,9 +243,7 @@ class ObjectStore:
             raise self._error("delete", keys[0], error) from None
 
     def _count(self, **amounts: int) -> None:
-        with self._counting:
-            for name, amount in amounts.items():
-                setattr(self.requests, name, getattr(self.requests, name) + amount)
+        self.requests.add(amounts)
 
     def _error(self, action: str, key: str, error: Exception) -> StoreError:
         # The library appends the whole structure of its error in further lines.
