@@ -86,6 +86,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "terminal": set(),
         "page": {"terminal", "budget"},
         "chaos": {"replay", "page"},
+        "ray": set(),
     },
 }
 # This is the number of folders below the package.
@@ -126,7 +127,10 @@ HEAVY = {
     "diloco_jax.runtime.model.evaluation": _WEIGHTS,
     "diloco_jax.runtime.syncer.machine_alarms": _CERTIFICATES,
     "diloco_jax.tools.chaos.actions": _CERTIFICATES,
+    "diloco_jax.tools.ray.cluster": _CERTIFICATES,
     "diloco_jax.transport.trust.security": _CERTIFICATES,
+    "diloco_jax.transport.store.seal": "cryptography",
+    "diloco_jax.transport.store.store": "obstore",
 }
 parsed = cache(ast.parse)
 

@@ -213,19 +213,12 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool, standby: bool = Fal
 
             tell_phase(run_dir, "syncer", "loading the data and describing the model")
             model = Evaluator(config)
-    leading = None
-    if standby:
-        from diloco_jax.runtime.syncer.leading import stand_by
-
-        leading = stand_by(config, run_dir, stop)
-        if leading is None:
-            return INTERRUPTED if stop.is_set() else 0
     page = _begin_page(config, run_dir)
     try:
         # A supervisor knows that its run is complete.
         late_s = 0.0 if PARENT_ENV in os.environ else LATE_S
         with ended_at_once(last_act):
-            run = SyncerRun(config, run_dir, stop, model, rewind=rewind, late_s=late_s, leading=leading)
+            run = SyncerRun(config, run_dir, stop, model, rewind=rewind, late_s=late_s, standby=standby)
         summary = run.run(last_act)
     finally:
         if page is not None:
@@ -236,6 +229,9 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool, standby: bool = Fal
                 # The process is suspended, or hangs.
                 page.kill()
                 page.wait()
+    # A standby had nothing to take over.
+    if not summary:
+        return INTERRUPTED if stop.is_set() else 0
     # A supervisor prints these lines itself.
     if PARENT_ENV not in os.environ:
         from diloco_jax.tools.terminal.closing import alarm_lines, ending, onward
@@ -456,6 +452,8 @@ def chaos(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.chaos.schedule import draw_schedule, possible_kinds
 
     config = load_config(arguments)
+    if config.islands.ray:
+        raise ValueError("diloco chaos injects faults into islands of this machine; leave islands.ray out")
     schedule = draw_schedule(
         arguments.seed,
         config.islands.names,

@@ -15,7 +15,7 @@ from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget, Limits
-from diloco_jax.settings.cloud import CloudConfig, GpuConfig
+from diloco_jax.settings.cloud import CloudConfig, ExtraConfig, GpuConfig
 from diloco_jax.settings.islands import IslandConfig, IslandOverride, IslandsConfig
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.models.config import OF_TOKENS, ModelConfig
@@ -351,6 +351,16 @@ class RunConfig:
             raise ValueError(
                 f"protocol.quorum (K) is {self.protocol.quorum}, but there are only {count} islands (M), so no round "
                 "could ever close; lower protocol.quorum or raise islands.count"
+            )
+        if self.algorithm == "decoupled" and 0 < self.islands.least < self.protocol.quorum:
+            raise ValueError(
+                f"islands.least is {self.islands.least}, but protocol.quorum is {self.protocol.quorum}, so rounds "
+                "would stop while enough islands are there; lower the quorum or raise islands.least"
+            )
+        if self.cloud.extra != ExtraConfig() and self.islands.base == self.islands.names:
+            raise ValueError(
+                f"cloud.extra is set, but the run needs all {count} islands, so none is extra; set islands.least to "
+                "fewer, or remove cloud.extra"
             )
         if self.algorithm == "decoupled" and self.protocol.lockstep and self.protocol.quorum < count:
             raise ValueError(

@@ -42,7 +42,10 @@ def check_input(config: RunConfig, *, resumes: bool = False) -> None:
         _check_transport(config)
     if config.islands.pathways:
         need_proxy(os.environ.get("JAX_PLATFORMS", ""))
-    check(config, look(os.environ))
+    if config.islands.ray:
+        _check_islands_elsewhere(config)
+    else:
+        check(config, look(os.environ))
     check_parts(config)
     if config.evaluation.baseline and config.algorithm == "data_parallel":
         raise ValueError("evaluation.baseline is compared by a syncer, and algorithm data_parallel has none; remove it")
@@ -60,6 +63,12 @@ def check_input(config: RunConfig, *, resumes: bool = False) -> None:
     blueprint = _check_model(config)
     make_setup(resolve(config, blueprint.shapes, blueprint.kinds))
     Scorer(config.evaluation)
+
+
+def _check_islands_elsewhere(config: RunConfig) -> None:
+    """Check what a run needs whose islands are not on this machine."""
+    if config.algorithm != "decoupled":
+        raise ValueError("islands.ray is set, but algorithm data_parallel has no islands; leave one of them out")
 
 
 def _check_corpora(config: RunConfig) -> None:
@@ -173,7 +182,8 @@ def oversized(config: RunConfig, have_bytes: int) -> str:
     Only emulated islands with built-in models of text are checked. Their arrays share this machine's memory, and the
     shape of the largest one is known without the model. Other arrays need memory beside it.
     """
-    if not have_bytes or config.model.module not in OF_TOKENS or not look(os.environ).emulates:
+    here = not config.islands.ray and look(os.environ).emulates
+    if not have_bytes or config.model.module not in OF_TOKENS or not here:
         return ""
     args, data_parallel = config.model.args, config.algorithm == "data_parallel"
     widths = [args.get("dim", 0), 0 if args.get("loss_chunk") else args.get("vocab_size", 256)]

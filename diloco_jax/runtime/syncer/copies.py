@@ -28,6 +28,8 @@ MANIFEST_BYTES_MAX = 16 << 20
 # Snapshots in the bucket: the newest, and the one before, which a standby may be reading.
 SNAPSHOTS_KEPT = 2
 AGAIN_S = 1.0
+# A copy is looked for among this many epochs.
+EPOCHS_MAX = 20
 # Small files that a standby needs besides.
 FILES = (CLOCK_FILE, ISLANDS_FILE)
 
@@ -119,7 +121,7 @@ class Mirror:
         self._snapshot = ""
 
     def refresh(self, epoch: int) -> bool:
-        """Fetch what is new of the newest complete copy; return whether something was. StoreError if the store fails."""
+        """Fetch what is new of the newest complete copy, and return whether something was; StoreError as the store."""
         newest = self._newest(epoch)
         if newest is None:
             return False
@@ -142,29 +144,46 @@ class Mirror:
             self._fetch_snapshot()
         return found
 
+    def _check_newest(self, ours: int) -> None:
+        """Raise ValueError if a later process leads the run: it may have replaced the copy that is wanted here."""
+        if self._bucket.store.exists(names.leader(ours + 1)):
+            raise ValueError("another process has become the run's syncer meanwhile")
+
+    def _complete(self) -> bool:
+        return not self._epoch or self._bucket.store.exists(names.base(self._epoch))
+
     def _newest(self, epoch: int) -> int | None:
-        """Return the newest epoch with a complete copy."""
-        for each in range(epoch, max(0, epoch - 20), -1):
-            if each == self._epoch or self._bucket.store.exists(names.base(each)):
-                return each
-        return None
+        """Return the newest epoch with a complete copy, up to `epoch`; None if there is none.
+
+        A copy is deleted only after a later one is complete. So a look from the earliest to the latest finds one,
+        whatever happens meanwhile.
+        """
+        first = max(1, self._epoch, epoch - EPOCHS_MAX)
+        found = [each for each in range(first, epoch + 1) if self._bucket.store.exists(names.base(each))]
+        return found[-1] if found else None
 
     def finish(self, epoch: int) -> None:
         """Fetch everything after this process claimed the run, and make the folder that of the run.
 
+        Args:
+            epoch: Of the leader that was lost.
+
         Raises:
-            ValueError: There is no copy of a tape.
+            ValueError: There is no copy of a tape, or a later process leads the run.
         """
         while True:
             try:
-                while self.refresh(epoch):
-                    pass
+                # A leader that has claimed the run before this process may delete the copy that is being read, after
+                # it has completed its own one.
+                while self.refresh(epoch) or not self._complete():
+                    self._check_newest(epoch + 1)
                 self._fetch_files()
                 break
             except StoreError as error:
                 log.warning(f"the bucket does not answer, trying again: {error}")
                 time.sleep(AGAIN_S)
         if not self._draft.exists():
+            self._check_newest(epoch + 1)
             raise ValueError("the run has no copy of a tape in its bucket; set syncer.standby for its syncer")
         os.replace(self._draft, self.run_dir / TAPE_FILE)
 

@@ -21,6 +21,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.link import bucket_scheme
 from diloco_jax.transport.store.bucket import Bucket, Leader
 from diloco_jax.transport.store.store import StoreError
+from diloco_jax.transport.store.term import Term
 
 # A standby takes over from a leader without a sign of life for this long; it gives one every five seconds.
 LEASE_S = 20.0
@@ -37,8 +38,7 @@ class Leading:
     `copy` keeps the tape there; None if no standby is wanted.
     """
 
-    bucket: Bucket
-    leader: Leader
+    term: Term
     copy: TapeCopy | None
 
 
@@ -55,12 +55,12 @@ def begin_to_lead(config: RunConfig, run_dir: Path) -> Leading | None:
     run, place = _known(run_dir)
     leader = bucket.claim(config.name, run, place)
     log.info(f"leads the run in {config.transport.address} as the syncer of epoch {leader.epoch}")
-    return leading(config, bucket, leader)
+    return leading(config, Term(bucket, leader))
 
 
-def leading(config: RunConfig, bucket: Bucket, leader: Leader) -> Leading:
+def leading(config: RunConfig, term: Term) -> Leading:
     """Return this process as the leader of a run, with a copy of the tape if it shall keep one."""
-    return Leading(bucket, leader, TapeCopy(bucket, leader) if config.syncer.standby else None)
+    return Leading(term, TapeCopy(term.bucket, term.leader) if config.syncer.standby else None)
 
 
 def _known(run_dir: Path) -> tuple[str, str]:
@@ -87,7 +87,7 @@ def stand_by(config: RunConfig, run_dir: Path, stop: threading.Event) -> Leading
         )
     if has_begun(run_dir):
         raise ValueError(f"{run_dir} has a run already; name an empty folder for the standby with --run-dir")
-    bucket, _place = Bucket(config.transport), _known(run_dir)[1]
+    bucket, place = Bucket(config.transport), _known(run_dir)[1]
     mirror = Mirror(bucket, run_dir)
     log.info(f"standing by at {config.transport.address}")
     known: Leader | None = None
@@ -107,7 +107,7 @@ def stand_by(config: RunConfig, run_dir: Path, stop: threading.Event) -> Leading
                 known, sign, since_s = newest, seen, time.monotonic()
             mirror.refresh(newest.epoch)
             if time.monotonic() - since_s > LEASE_S:
-                return _take_over(config, bucket, newest, _place, mirror)
+                return _take_over(config, bucket, newest, place, mirror)
         except StoreError as error:
             # A store that does not answer this process may answer the leader.
             since_s = time.monotonic()
@@ -122,7 +122,12 @@ def _take_over(config: RunConfig, bucket: Bucket, lost: Leader, place: str, mirr
     log.warning(f"no sign of life of the syncer of epoch {lost.epoch} for {LEASE_S:g} s; taking over")
     began_s = time.monotonic()
     leader = bucket.lead(lost.epoch + 1, config.name, lost.run, place)
-    write_json(mirror.run_dir / LEADING_FILE, {"run": lost.run})
-    mirror.finish(lost.epoch)
+    term = Term(bucket, leader)
+    try:
+        write_json(mirror.run_dir / LEADING_FILE, {"run": lost.run})
+        mirror.finish(lost.epoch)
+    except BaseException:
+        term.close()
+        raise
     log.info(f"leads the run as the syncer of epoch {leader.epoch}, {time.monotonic() - began_s:.1f} s later")
-    return leading(config, bucket, leader)
+    return leading(config, term)

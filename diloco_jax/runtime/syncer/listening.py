@@ -75,7 +75,7 @@ def open_listener(config: RunConfig, run_dir: Path, start: SyncerStart) -> Liste
         transport = replace(transport, address=file.read_text(encoding="utf-8"))
     patience_s = LISTEN_PATIENCE_S if known else 0.0
     most = config.syncer.subscribers_max
-    leader = None if start.leading is None else start.leading.leader
+    term = None if start.leading is None else start.leading.term
     made = partial(
         listen,
         transport,
@@ -83,7 +83,7 @@ def open_listener(config: RunConfig, run_dir: Path, start: SyncerStart) -> Liste
         epoch=start.epoch,
         subscribers_max=most,
         run=start.run,
-        leader=leader,
+        term=term,
     )
     listener = patiently(made, patience_s, start.stop)
     # An unchanged file is not written again, since the disk may be full.

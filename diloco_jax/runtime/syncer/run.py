@@ -46,7 +46,7 @@ from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.context import Merges, Results, SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.island_numbers import IslandNumbers
-from diloco_jax.runtime.syncer.leading import Leading, begin_to_lead
+from diloco_jax.runtime.syncer.leading import begin_to_lead, stand_by
 from diloco_jax.runtime.syncer.listening import LISTEN_PATIENCE_S, SyncerStart, open_listener
 from diloco_jax.runtime.syncer.machine_alarms import MachineAlarms
 from diloco_jax.runtime.syncer.run_clock import RunClock
@@ -105,10 +105,7 @@ class SyncerDriver:
         self._adrift: dict[str, float] = {}
         # An earlier process may have failed after the last global step.
         self._finished = self._machine.over
-        # Why another process is the run's syncer now; "" if none is.
-        self._lost = ""
         self.listener.on_operator = self._operate
-        self.listener.on_lost = self._on_lost
         self.results.wake_with(self.listener.wake)
 
     def serve(self, requests: list[effects.Effect]) -> None:
@@ -120,9 +117,9 @@ class SyncerDriver:
         self._execute(requests)
         status_at_s = 0.0
         while not self._finished and not self.context.stop.is_set():
-            if self._lost:
+            if self.listener.lost:
                 # Islands go to the process that leads, so they get no farewell.
-                raise TapeStopped(self._lost)
+                raise TapeStopped(self.listener.lost)
             now_s = self._now_s()
             if now_s >= status_at_s:
                 status_at_s = now_s + STATUS_EVERY_S
@@ -137,10 +134,6 @@ class SyncerDriver:
                     if not self._take(0.0):
                         break
                 self._execute(self._taped.on_tick(self._now_s()))
-
-    def _on_lost(self, reason: str) -> None:
-        self._lost = reason
-        self.listener.wake()
 
     def bid_farewell(self, *, lingers: bool, late_s: float = 0.0) -> None:
         """Send Stop until all learners have left, or for the whole time if some may still reconnect (`lingers`).
@@ -357,7 +350,7 @@ class SyncerRun:
         model: the run's model: `Evaluator(config)`, or the model that an island brought.
         rewind: no learner is alive; resume from the newest snapshot, so that later rounds are void.
         late_s: seconds to wait at the end of a complete run for learners that may return.
-        leading: this process as the leader of the run in its bucket, if it took over as a standby.
+        standby: whether this process waits until the run's syncer is lost, with the merge compiled and the model drawn.
     """
 
     def __init__(
@@ -369,10 +362,10 @@ class SyncerRun:
         *,
         rewind: bool = False,
         late_s: float = 0.0,
-        leading: Leading | None = None,
+        standby: bool = False,
     ) -> None:
         self._late_s = late_s
-        self._leading = leading
+        self._standby = standby
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
         self._pulse.phase("compiling or loading the merge (up to a minute at the first start after an installation)")
         resolved = resolve(config, model.shapes, model.kinds)
@@ -406,13 +399,16 @@ class SyncerRun:
         )
         self._num_parameters = resolved.num_parameters
         self._description = describe_run(config, layout_of(model.shapes, model.kinds))
-        self._stats = RunStats(config.islands.names, self._num_parameters, self._machine)
+        self._stats = RunStats(config.islands.names, self._num_parameters, self._machine, config.islands.least)
 
     def run(self, last_act: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Serve until the last global step or until stopped, and return the summary.
 
         Args:
             last_act: is called if a signal ends this process before it has begun or resumed the run.
+
+        Returns:
+            The summary; an empty one if the run of a standby ended before it took over.
 
         Raises:
             ValueError: the address is in use or not allowed, the tape belongs to another process, or the folder has
@@ -424,8 +420,15 @@ class SyncerRun:
 
     def _run(self, last_act: Callable[[], object]) -> dict[str, Any]:
         config, run_dir, stop, machine = self._config, self._run_dir, self._stop, self._machine
+        if self._standby:
+            self._pulse.phase("standing by")
+            self._pulse.rest()
+            leading = stand_by(config, run_dir, stop)
+            if leading is None:
+                return {}
+        else:
+            leading = begin_to_lead(config, run_dir)
         mode = mode_of(run_dir, rewind=self._rewind)
-        leading = self._leading or begin_to_lead(config, run_dir)
         copy = None if leading is None else leading.copy
         tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell(), copy=copy)
         clock, taped = RunClock(run_dir, last_time_s(run_dir / TAPE_FILE) or 0.0), TapedSyncer(machine, tape.put)

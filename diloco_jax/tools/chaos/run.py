@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.runtime.local.processes import Child, Process
+from diloco_jax.runtime.local.processes import Child, Handle, Process
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.records.files import LOGS, SUMMARY_FILE
 from diloco_jax.runtime.records.signals import stop_on_signals
@@ -53,7 +52,7 @@ class ChaosRun(LocalRun):
             process.send_signal(number)
         return process is not None
 
-    def _process(self, name: str) -> subprocess.Popen[bytes] | None:
+    def _process(self, name: str) -> Handle | None:
         child = self._syncer if name == SYNCER else self._islands.get(name)
         return child.process if child is not None and child.process.poll() is None else None
 

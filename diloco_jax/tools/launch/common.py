@@ -233,6 +233,11 @@ def syncer_words() -> list[str]:
     return ["syncer", CONFIG_PATH, "--run-dir", RUN_DIR]
 
 
+def cloud_of(config: RunConfig, name: str) -> CloudConfig:
+    """Return the settings of an island's machines; those beyond islands.least may have their own."""
+    return config.cloud if name in config.islands.base else config.cloud.of_extra
+
+
 def asked_of(cloud: CloudConfig, way: str) -> Asked:
     """Return the request for an island's machines; ValueError if this way cannot provide the capacity or the queue."""
     way = "gke" if way in ON_GKE else way

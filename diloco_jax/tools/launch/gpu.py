@@ -122,13 +122,14 @@ def sky(config: RunConfig, needs: Needs) -> Plan:
             hosts=island.hosts,
             gpus=island.devices // island.hosts,
             accelerator=config.gpu.accelerator,
-            spot=config.cloud.capacity == "spot",
+            spot=common.cloud_of(config, name).capacity == "spot",
             polite=list(ASKED_TO_END),
             coordinator_port=COORDINATOR_PORT,
             certificates=common.certificate_files(name),
         )
     syncer, address = f"{config.name}-syncer", f'"$(sky status --ip {config.name}-syncer):{config.cloud.port}"'
-    launch = f"sky jobs launch --yes --detach-run --env SYNCER={address}"
+    # Requests wait at SkyPilot's server, so one island without capacity does not keep the others from their request.
+    launch = f"sky jobs launch --yes --async --env SYNCER={address}"
     start = (f"{launch} {name}.sky.yaml" for name in config.islands.names)
     jobs = (f"sky jobs cancel --yes --name {config.name}-{name}" for name in config.islands.names)
     return Plan(

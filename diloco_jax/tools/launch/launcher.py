@@ -15,7 +15,7 @@ import jinja2
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines, asked_of
+from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines, asked_of, cloud_of
 from diloco_jax.tools.launch.needs import Needs, with_syncer_machine
 
 HEADER = "#!/usr/bin/env bash\n"
@@ -60,7 +60,8 @@ class Launcher(NamedTuple):
 
     def slices(self, config: RunConfig) -> list[IslandMachines]:
         """Check the config without loading the model, and return the islands' machines; ValueError as in `plan`."""
-        asked_of(config.cloud, self.name)
+        for name in config.islands.names:
+            asked_of(cloud_of(config, name), self.name)
         return common.slices_of(config, self.name, self.needed)
 
     def plan(self, config: RunConfig, needs: Needs = None) -> Plan:

@@ -12,7 +12,7 @@ from functools import partial
 from diloco_jax.runtime.records.signals import INTERRUPTED, TERMINATED, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.common import VOLUME, IslandMachines, asked_of, flags
+from diloco_jax.tools.launch.common import VOLUME, IslandMachines, asked_of, cloud_of, flags
 from diloco_jax.tools.launch.launcher import Launcher, Plan, render
 from diloco_jax.tools.launch.needs import Needs
 
@@ -101,7 +101,7 @@ def group_script(config: RunConfig, each: IslandMachines) -> str:
         "gce/island.sh",
         island=each,
         certificates=common.certificate_files(each.name),
-        flags=flags(*asked_of(config.cloud, "gce").flags),
+        flags=flags(*asked_of(cloud_of(config, each.name), "gce").flags),
         image_family=config.cloud.tpu_image_family,
         disk_gb=config.cloud.host_disk_gb,
         private=config.cloud.private,
@@ -118,7 +118,7 @@ def resource_script(config: RunConfig, each: IslandMachines) -> str:
     Each island has a separate resource with one node. Several nodes of one resource would form a multislice job, where
     a host waits for the hosts of all other islands.
     """
-    asked = asked_of(config.cloud, "tpu-vm")
+    asked = asked_of(cloud_of(config, each.name), "tpu-vm")
     return render(
         "tpu-vm/island.sh",
         island=each,

@@ -1,11 +1,10 @@
 """The learner's side of a bucket: it asks the newest syncer for a session, and waits for the answer."""
 
-import contextlib
 import time
 
 from diloco_jax.protocol.messages import HostBlocks, LearnerMessage, MetricsReport
 from diloco_jax.transport.bucket.session import BucketSession
-from diloco_jax.transport.bucket.stream import Place
+from diloco_jax.transport.bucket.stream import StreamPlace
 from diloco_jax.transport.link import (
     HOST_TYPES,
     LEARNER_TYPES,
@@ -57,7 +56,7 @@ class BucketLink:
         return None if item is None else item[1]
 
     def close(self, grace_s: float = 5.0) -> None:
-        self._session.retire("closed by the learner")
+        self._session.retire("closed by the learner", grace_s)
         self._session.written.wait(grace_s)
 
 
@@ -86,6 +85,7 @@ def connect_in_bucket(
     header = pb.Header(run_id=run_id, epoch=epoch, sender=check_name(learner_id), incarnation=incarnation)
     header.session, header.stripes, header.lane, header.run = number, 1, pb.LANE_CONTROL, run
     header.host, header.hosts = host, hosts if hosts > 1 else 0
+    name = names.session_name(header)
     leader = await_leader(bucket, until_s)
 
     def superseded() -> bool:
@@ -96,23 +96,25 @@ def connect_in_bucket(
         Inbox(),
         header,
         config,
-        Place(bucket, leader.epoch, names.session(leader.epoch, header)),
+        StreamPlace(bucket, leader.epoch, names.session(leader.epoch, name)),
         TO_HOST_TYPES if host else SYNCER_TYPES,
         serves=False,
         superseded=superseded,
     )
     word = names.FOLLOW if subscribes else names.HELLO
-    key = f"{names.entrance(leader.epoch)}{word}{names.session_name(header)}"
-    if not bucket.create(key, header.SerializeToString()):
-        raise TransportError(f"another process of {learner_id!r} has asked for the same session at {config.address}")
+    key = f"{names.entrance(leader.epoch)}{word}{name}"
+    try:
+        bucket.create(key, header.SerializeToString(), until_s)
+    except StoreError:
+        bucket.discard([key])
+        raise
     session.start()
     if session.wait_ready(max(0.1, until_s - time.monotonic())):
         return BucketLink(session, SUBSCRIBER_TYPES if subscribes else LEARNER_TYPES)
     answered, reason = not session.open, session.reason
     session.fail("not connected")
-    # The syncer may be gone, and a later one looks elsewhere.
-    with contextlib.suppress(StoreError):
-        bucket.store.delete([key])
+    # The syncer may have ended, and a later one looks elsewhere.
+    bucket.discard([key])
     if answered:
         refusal = f"the syncer at {config.address} refused {learner_id!r}: {reason}"
         raise (Rejected if session.final else TransportError)(refusal)

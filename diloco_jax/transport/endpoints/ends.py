@@ -7,8 +7,8 @@ from diloco_jax.transport.endpoints.grpc_link import GrpcLink
 from diloco_jax.transport.link import TransportConfig, bucket_scheme
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.session.listener import Listener
-from diloco_jax.transport.store.bucket import Leader
 from diloco_jax.transport.store.store import Requests
+from diloco_jax.transport.store.term import Term
 
 AnyLink = GrpcLink | BucketLink
 
@@ -48,17 +48,17 @@ def listen(
     epoch: int = 0,
     subscribers_max: int = 0,
     run: str = "",
-    leader: Leader | None = None,
+    term: Term | None = None,
 ) -> Listener:
     """Open the syncer's side at `config.address`.
 
     Args:
         subscribers_max: The most subscribers at a time.
-        leader: This process as leader in the bucket, if it leads there already.
+        term: The leadership of this process in the bucket, if it has claimed the run already.
 
     Raises:
         ValueError: The port is in use, the bucket has another syncer, or the address is not allowed.
     """
     if bucket_scheme(config.address):
-        return BucketListener(config, run_id, epoch, subscribers_max, run, leader)
+        return BucketListener(config, run_id, epoch, subscribers_max, run, term)
     return grpc_link.listen(config, run_id=run_id, epoch=epoch, subscribers_max=subscribers_max, run=run)

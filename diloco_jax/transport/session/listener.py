@@ -1,4 +1,4 @@
-"""What the syncer's side does whatever its messages travel through: one inbox, the book of sessions, operators."""
+"""The syncer's side of any transport, which is the same for all: one inbox, the book of sessions, operators."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -30,7 +30,6 @@ class Listener:
         on_operator: The driver's answer to a request of an operator (`ask_operator`). `receive` calls it, so it runs
             on the driver's thread. It returns what happens now, in words, or raises ValueError with the reason why
             nothing happens. None: the answer is that this syncer cannot do it.
-        on_lost: Is called once, on another thread, when another process has become the run's syncer.
         status_json: The answer to `diloco status`; the driver may replace it at any time.
     """
 
@@ -48,8 +47,15 @@ class Listener:
         # Only the driver's thread touches it.
         self._heard: dict[str, Session] = {}
         self.on_operator: Operate | None = None
-        self.on_lost: Callable[[str], object] = lambda reason: None
         self.status_json = "{}"
+        self.settings: dict[str, str] = {}
+        self.description = Description("", "")
+        self.number_of: Callable[[str], int] = lambda _: 0
+
+    @property
+    def lost(self) -> str:
+        """Return why another process has become the run's syncer; "" while this one is."""
+        return ""
 
     def announce(self, settings: Mapping[str, str], description: Description, number_of: Callable[[str], int]) -> None:
         """Take what is told to those who ask before they join.

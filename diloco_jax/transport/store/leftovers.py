@@ -12,7 +12,7 @@ from typing import NamedTuple
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.store import names
 from diloco_jax.transport.store.bucket import LEADER_BYTES_MAX, LIFE_S, Bucket, Leader
-from diloco_jax.transport.store.store import LISTED_MAX, Store
+from diloco_jax.transport.store.store import LISTED_MAX, ObjectStore
 
 LOOK_S = 0.5
 
@@ -57,7 +57,7 @@ def find_left(config: TransportConfig) -> Left:
 
 def is_alive(config: TransportConfig, wait_s: float = LIFE_S) -> bool:
     """Return whether a syncer gives a sign of life within `wait_s` seconds. Raises as `find_left`."""
-    store, until_s = Store(config.address), time.monotonic() + wait_s
+    store, until_s = ObjectStore(config.address), time.monotonic() + wait_s
     first = _signs(store)
     while first and time.monotonic() < until_s:
         time.sleep(min(LOOK_S, max(0.0, until_s - time.monotonic())))
@@ -70,15 +70,15 @@ def is_alive(config: TransportConfig, wait_s: float = LIFE_S) -> bool:
 def delete_left(config: TransportConfig) -> int:
     """Delete the objects of a run, its leaders last, and return how many. Raises as `find_left`."""
     ours = find_left(config).ours
-    Store(config.address).delete(ours)
+    ObjectStore(config.address).delete(ours)
     return len(ours)
 
 
-def _signs(store: Store) -> dict[str, bytes | None]:
+def _signs(store: ObjectStore) -> dict[str, bytes | None]:
     return {key: store.get(key, LEADER_BYTES_MAX) for key in store.list(names.ALIVE) if names.is_ours(key)}
 
 
-def _all_names(store: Store) -> Iterator[str]:
+def _all_names(store: ObjectStore) -> Iterator[str]:
     after = ""
     while page := store.list("", LISTED_MAX, after):
         yield from page

@@ -11,10 +11,12 @@
     copy/EPOCH/base             the tape before this epoch is complete there
     snapshot/STEP.EPOCH/N       a piece of a snapshot; its manifest comes last
 
-SESSION is NAME.INCARNATION.NUMBER.HOST, as in the header of a session of gRPC.
+SESSION is NAME.INCARNATION.NUMBER.HOST.ATTEMPT: the fields of a session's header, and a text that is drawn for every
+attempt to connect, so that no attempt finds the objects of an earlier one.
 """
 
 import re
+import secrets
 
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
@@ -27,6 +29,8 @@ _DIGITS = 12
 # A tape may have many terabytes.
 POSITION_DIGITS = 15
 EPOCH_MAX = 10**_DIGITS - 1
+ATTEMPT_BYTES = 8
+_ATTEMPT = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _PAYLOAD = re.compile(r"(s|v)/(\d{12})", re.ASCII)
 # One session has a name of four fields; the first may have dots, too.
 _OURS = re.compile(
@@ -84,14 +88,25 @@ def answer(epoch: int, number: str) -> str:
     return f"{of_epoch(epoch)}answer/{number}"
 
 
-def session(epoch: int, header: pb.Header) -> str:
+def session(epoch: int, name: str) -> str:
     """Return the prefix of a session."""
-    return f"{of_epoch(epoch)}s/{session_name(header)}/"
+    return f"{of_epoch(epoch)}s/{name}/"
 
 
-def session_name(header: pb.Header) -> str:
-    """Return the name of a session, unique in its epoch."""
-    return f"{header.sender}.{header.incarnation}.{header.session}.{header.host}"
+def session_name(header: pb.Header, attempt: str = "") -> str:
+    """Return the name of a session, unique in its epoch.
+
+    Args:
+        attempt: A text from an earlier call, "" to draw one.
+    """
+    attempt = attempt or secrets.token_hex(ATTEMPT_BYTES)
+    return f"{header.sender}.{header.incarnation}.{header.session}.{header.host}.{attempt}"
+
+
+def names_session(name: str, header: pb.Header) -> bool:
+    """Tell whether a name is one of a session with this header."""
+    attempt = name.rpartition(".")[2]
+    return _ATTEMPT.fullmatch(attempt) is not None and name == session_name(header, attempt)
 
 
 def in_stream(prefix: str, way: str, number: int) -> str:

@@ -16,7 +16,8 @@ from diloco_jax.transport.link import TransportConfig, TransportError
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.store import names
 from diloco_jax.transport.store.bucket import Bucket, Leader
-from diloco_jax.transport.store.store import StoreError
+from diloco_jax.transport.store.seal import Unsealed
+from diloco_jax.transport.store.store import StoreError, TooLarge
 
 QUESTION_BYTES_MAX = 4096
 # The status of ten thousand learners, and a config with its layout.
@@ -32,8 +33,11 @@ def await_leader(bucket: Bucket, until_s: float, over: Callable[[], bool] = lamb
     trouble = "it has no syncer"
     while not over():
         try:
-            if (found := bucket.leader()) is not None:
+            found, unreadable = bucket.leaders()
+            if found is not None:
                 return found
+            if unreadable:
+                trouble = f"{unreadable[0]} is damaged or of another run: use that syncer's transport.token_file"
         except StoreError as error:
             trouble = str(error)
         if time.monotonic() >= until_s:
@@ -64,7 +68,8 @@ def ask_in_bucket(config: TransportConfig, method: str, request: bytes, read: Ca
     bucket.write(key, question)
     try:
         while time.monotonic() < until_s:
-            with contextlib.suppress(StoreError):
+            # Somebody else's object may be in the answer's place until the answer replaces it.
+            with contextlib.suppress(StoreError, TooLarge, Unsealed):
                 content = bucket.read(names.answer(leader.epoch, number), ANSWER_BYTES_MAX)
                 if content is not None:
                     return _read_answer(config, content, read)

@@ -5,10 +5,12 @@ depends on a listing being up to date, and only `create` depends on what the sto
 create one name, exactly one succeeds.
 """
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any, Literal
 
 from diloco_jax.transport.link import TransportError, bucket_scheme
@@ -27,6 +29,10 @@ _lock = threading.Lock()
 
 class StoreError(TransportError):
     """The store cannot be reached, or refused a request."""
+
+
+class TooLarge(ValueError):
+    """An object is larger than its reader allows."""
 
 
 @dataclass(slots=True)
@@ -53,7 +59,7 @@ class Requests:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-class Store:
+class ObjectStore:
     """The objects below one URL; any thread may call the methods.
 
     Args:
@@ -103,7 +109,7 @@ class Store:
         """Return an object; None if there is none of that name.
 
         Raises:
-            ValueError: It is larger than `bytes_max`.
+            TooLarge: It is larger than `bytes_max`.
             StoreError: The store did not answer, or refused.
         """
         import obstore
@@ -112,12 +118,12 @@ class Store:
             found = obstore.get(self._store, key)
             if (size := found.meta["size"]) > bytes_max:
                 self._count(gets=1)
-                raise ValueError(f"the object {key} has {size} bytes, the limit is {bytes_max}")
+                raise TooLarge(f"the object {key} has {size} bytes, the limit is {bytes_max}")
             data = bytes(found.bytes())
         except FileNotFoundError:
             self._count(misses=1)
             return None
-        except ValueError:
+        except TooLarge:
             raise
         except Exception as error:
             raise self._error("read", key, error) from None
@@ -141,6 +147,9 @@ class Store:
                 self._count(misses=1)
                 return None
             except Exception as error:
+                # A store refuses a range behind the end of an object with an error that looks like any other one.
+                if self._size(key) < stop:
+                    return None
                 raise self._error("read", key, error) from None
             self._count(gets=1, received_bytes=len(piece))
             if len(piece) != stop - start:
@@ -150,17 +159,21 @@ class Store:
 
     def exists(self, key: str) -> bool:
         """Tell whether there is an object of that name; StoreError if the store does not answer."""
+        return self._size(key) >= 0
+
+    def _size(self, key: str) -> int:
+        """Return the size of an object in bytes; -1 if there is none. StoreError if the store does not answer."""
         import obstore
 
         try:
-            obstore.head(self._store, key)
+            size = int(obstore.head(self._store, key)["size"])
         except FileNotFoundError:
             self._count(misses=1)
-            return False
+            return -1
         except Exception as error:
             raise self._error("look for", key, error) from None
         self._count(gets=1)
-        return True
+        return size
 
     def modified_s(self, key: str) -> float | None:
         """Return when an object was written, in seconds since 1970 by the store's clock; None if there is none.
@@ -188,13 +201,15 @@ class Store:
         """
         import obstore
 
+        if self.url.startswith("file:"):
+            self._count(lists=1)
+            return sorted(name for name in _names_below(self.url, prefix) if name > after)[:limit]
         found: list[str] = []
         try:
             for page in obstore.list(self._store, prefix, offset=after or None, chunk_size=1000):
                 self._count(lists=1)
                 found += [item["path"] for item in page]
-                # A folder lists its files in no order, and the first ones are wanted.
-                if len(found) >= limit and not self.url.startswith("file:"):
+                if len(found) >= limit:
                     break
         except FileNotFoundError:
             return []
@@ -206,19 +221,26 @@ class Store:
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; one that is gone already is no error. StoreError if the store does not answer."""
-        import obstore
-
         if not keys:
             return
         self._count(deletes=len(keys))
-        # A folder reports an object that is gone as an error, which would keep the others.
-        for batch in ([key] for key in keys) if self.url.startswith("file:") else [list(keys)]:
-            try:
-                obstore.delete(self._store, batch)
-            except FileNotFoundError:
-                continue
-            except Exception as error:
-                raise self._error("delete", batch[0], error) from None
+        # A folder stops at a file that is gone.
+        alone = self.url.startswith("file:")
+        for batch in [[key] for key in keys] if alone else [list(keys)]:
+            self._delete(batch)
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        import obstore
+
+        try:
+            obstore.delete(self._store, keys)
+        except FileNotFoundError:
+            # Some stores report an object that is gone as an error, which keeps the others.
+            if len(keys) > 1:
+                for key in keys:
+                    self._delete([key])
+        except Exception as error:
+            raise self._error("delete", keys[0], error) from None
 
     def _count(self, **amounts: int) -> None:
         self.requests.add(amounts)
@@ -254,13 +276,22 @@ def _open(url: str) -> Any:
         return from_url(
             url,
             client_options={"timeout": f"{REQUEST_S:g}s", "connect_timeout": "5s"},
-            retry_config={"max_retries": 4, "retry_timeout": _seconds(RETRY_S)},
+            retry_config={"max_retries": 4, "retry_timeout": timedelta(seconds=RETRY_S)},
         )
     except Exception as error:
         raise ValueError(f"the bucket {url} cannot be opened: {str(error).splitlines()[0]}") from None
 
 
-def _seconds(number: float) -> Any:
-    from datetime import timedelta
+def _names_below(url: str, prefix: str) -> Iterator[str]:
+    """Yield the names of the files below a prefix that is a folder.
 
-    return timedelta(seconds=number)
+    The library's own listing ends with an error at the first name that cannot be an object's, whoever made that file.
+    """
+    root = url.removeprefix("file://").rstrip("/") or "/"
+    for folder, _, files in os.walk(os.path.join(root, prefix)):
+        inside = os.path.relpath(folder, root)
+        for name in files:
+            key = name if inside == "." else f"{inside}/{name}"
+            # The library writes into files with this character first.
+            if key.isprintable() and "#" not in key:
+                yield key
