@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco_jax.transport.store.counts import calls
-from diloco_jax.transport.store.store import Store
+from diloco_jax.transport.store.store import ObjectStore
 from tests.runtime.helpers import SLOW_STEP_S, call, processes_of, replayed, wait_for
 from tests.runtime.syncer.test_failover import Job, check_end, folder
 
@@ -34,7 +34,7 @@ def check_run(folder: Path, address: str) -> None:
     audit = call("audit", job.run_dir, "--json")
     assert audit.returncode == 0 and json.loads(audit.stdout)["violations"] == 0, audit.stdout + audit.stderr
     replayed(job.run_dir)
-    assert Store(address).list("") == [], "the run left objects in the bucket"
+    assert ObjectStore(address).list("") == [], "the run left objects in the bucket"
     # The second process continues the counts of the first one.
     assert all(summary["requests"][name] >= count for name, count in requests.items()) and calls(requests) > 100
     shown = call("status", job.run_dir).stdout

@@ -1,12 +1,12 @@
 """Counters of requests to a bucket against requests that are made one by one."""
 
 from diloco_jax.transport.store.counts import calls, requests_text
-from diloco_jax.transport.store.store import Requests, Store
+from diloco_jax.transport.store.store import ObjectStore, Requests
 
 
 def test_a_store_counts_what_is_asked_of_it() -> None:
     requests = Requests()
-    store, other = (Store(f"memory://counts/{name}", requests) for name in "ab")
+    store, other = (ObjectStore(f"memory://counts/{name}", requests) for name in "ab")
     assert store.create("a/1", b"12345") and not store.create("a/1", b"12345")
     store.put("a/2", b"123")
     assert store.get("a/1", 10) == b"12345" and store.get("a/3", 10) is None

@@ -9,15 +9,16 @@ from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.store import leftovers, names
 from diloco_jax.transport.store.bucket import Bucket
 from diloco_jax.transport.store.leftovers import delete_left, find_left, is_alive
-from diloco_jax.transport.store.store import Store
+from diloco_jax.transport.store.store import ObjectStore
 
 HEADER = pb.Header(sender="a.b-c_d", incarnation=1700000000000, session=5, host=3)
-SESSION = names.session(7, HEADER)
+NAME = names.session_name(HEADER)
+SESSION = names.session(7, NAME)
 OURS = [
     names.leader(7),
     names.alive(7),
-    f"{names.entrance(7)}{names.HELLO}{names.session_name(HEADER)}",
-    f"{names.entrance(7)}{names.FOLLOW}{names.session_name(HEADER)}",
+    f"{names.entrance(7)}{names.HELLO}{NAME}",
+    f"{names.entrance(7)}{names.FOLLOW}{NAME}",
     f"{names.entrance(7)}{names.ASK}00ff",
     names.answer(7, "00ff"),
     names.in_stream(SESSION, names.UP, 1),
@@ -41,7 +42,7 @@ def test_names_of_a_run_are_told_from_others() -> None:
 def test_what_is_left_is_shown_and_deleted(tmp_path: Path) -> None:
     config = TransportConfig(address=f"file://{tmp_path}/bucket", token_file=str(tmp_path / "token"))
     (tmp_path / "token").write_text("secret")
-    bucket, store = Bucket(config), Store(config.address)
+    bucket, store = Bucket(config), ObjectStore(config.address)
     for key in OURS[1:] + OTHERS:
         store.put(key, b"x")
     leader = bucket.lead(7, "run", "id")
@@ -57,7 +58,7 @@ def test_what_is_left_is_shown_and_deleted(tmp_path: Path) -> None:
 
 def test_a_syncer_is_alive_while_its_sign_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TransportConfig(address="memory://alive")
-    store = Store(config.address)
+    store = ObjectStore(config.address)
     assert not is_alive(config, 1.0), "nobody has led"
     store.put(names.alive(2), b"1")
     assert not is_alive(config, 0.1)
