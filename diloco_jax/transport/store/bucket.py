@@ -139,9 +139,8 @@ class Bucket:
 
         StoreError if the store does not answer.
         """
-        numbers = [
-            (number, key) for key in self.store.list(names.LEADER) if (number := names.number_of(key)) is not None
-        ]
+        # `diloco clean` deletes what is ours alone, so nothing else may keep a syncer from leading.
+        numbers = [(names.epoch_of(key), key) for key in self.store.list(names.LEADER) if names.is_ours(key)]
         unreadable: list[str] = []
         for epoch, key in sorted(numbers, reverse=True)[:LOOKED_AT_MAX]:
             try:

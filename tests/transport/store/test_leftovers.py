@@ -12,12 +12,13 @@ from diloco_jax.transport.store.leftovers import delete_left, find_left, is_aliv
 from diloco_jax.transport.store.store import ObjectStore
 
 HEADER = pb.Header(sender="a.b-c_d", incarnation=1700000000000, session=5, host=3)
-SESSION = names.session(7, HEADER)
+NAME = names.session_name(HEADER)
+SESSION = names.session(7, NAME)
 OURS = [
     names.leader(7),
     names.alive(7),
-    f"{names.entrance(7)}{names.HELLO}{names.session_name(HEADER)}",
-    f"{names.entrance(7)}{names.FOLLOW}{names.session_name(HEADER)}",
+    f"{names.entrance(7)}{names.HELLO}{NAME}",
+    f"{names.entrance(7)}{names.FOLLOW}{NAME}",
     f"{names.entrance(7)}{names.ASK}00ff",
     names.answer(7, "00ff"),
     names.in_stream(SESSION, names.UP, 1),
