@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -97,6 +98,10 @@ class Machines(Protocol):
 
     def start(self, name: str, address: str, incarnation: str) -> Sequence[Process]:
         """Start an incarnation of an island, or wait for a machine; `address` is that of the syncer."""
+        ...
+
+    def watch(self, stop: threading.Event) -> None:
+        """Set `stop` if the machines cannot be reached any more."""
         ...
 
 
