@@ -86,7 +86,8 @@ def _launch_options(parser: Parser) -> None:
     parser.add_argument(
         "way",
         choices=["gke", "pathways", "gce", "tpu-vm", "slurm", "sky"],
-        help="Kubernetes (two ways), Compute Engine or Cloud TPU API of Google Cloud; Slurm or SkyPilot for GPUs",
+        help="Kubernetes (two ways), Compute Engine or Cloud TPU API of Google Cloud; Slurm or SkyPilot for GPUs. The "
+        "syncer is there, and all islands without islands.each.NAME.provider",
     )
     parser.takes_config("YAML file, or a packaged config such as quickstart; its cloud section names the place")
     parser.add_argument("--out", metavar="DIR", help="folder to write the files to; without it they are only printed")
@@ -101,19 +102,19 @@ def launch(arguments: argparse.Namespace) -> int:
     from functools import partial
 
     from diloco_jax.tools.launch.needs import describe_needs, needs_of
-    from diloco_jax.tools.launch.write import WAYS, check_tools, describe, run, write
+    from diloco_jax.tools.launch.sites import check_sites, plan_sites
+    from diloco_jax.tools.launch.write import check_tools, describe, run, write
 
     config = load_config(arguments)
-    way = WAYS[arguments.way]
     # Errors in the slices are reported before the model is loaded.
-    way.slices(config)
+    check_sites(config, arguments.way)
     needs: dict[str, Any] | None = None
     try:
         needs, needs_text = needs_of(config), ""
     except ValueError as error:
         # Only the image may have the model.
         needs_text = f"the needs of the machines are unknown here: {error}"
-    plan = way.plan(config, needs)
+    plan = plan_sites(config, arguments.way, needs)
     needs_text = needs_text or "\n".join(describe_needs(config, needs))
     if arguments.run:
         check_tools(plan)

@@ -17,6 +17,7 @@ from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget, Limits
 from diloco_jax.settings.cloud import CloudConfig, GpuConfig
 from diloco_jax.settings.islands import IslandConfig, IslandOverride, IslandsConfig
+from diloco_jax.settings.providers import Place
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.models.config import OF_TOKENS, ModelConfig
 from diloco_jax.training.named import check_setting
@@ -503,6 +504,19 @@ class RunConfig:
 
     def island(self, name: str) -> IslandConfig:
         """Return the settings of one island; a learner whose name is not in `islands.names` has the common settings."""
-        if self.algorithm == "data_parallel":
-            return self.islands.resolve(name, 0)._replace(batch_size=self.train.batch_size)
-        return self.islands.resolve(name, self.train.batch_size // self.islands.count)
+        island = self.islands.resolve(name, self.train.batch_size // self.islands.count)
+        island = island._replace(accelerator=self.place(name).accelerator)
+        whole = self.algorithm == "data_parallel"
+        return island._replace(batch_size=self.train.batch_size) if whole else island
+
+    def place(self, name: str) -> Place:
+        """Return where an island's machines are; settings of all islands count where the island has none."""
+        own = self.islands.each.get(name, IslandOverride())
+        return Place(
+            own.provider,
+            own.accelerator or self.gpu.accelerator,
+            own.region or "",
+            own.capacity or self.cloud.capacity,
+            own.image or self.cloud.image,
+            own.price_per_chip_hour,
+        )

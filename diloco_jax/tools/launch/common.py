@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diloco_jax.settings.cloud import CloudConfig
+from diloco_jax.settings.providers import Capacity
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.transport.link import split_address
@@ -50,6 +51,15 @@ class Asked(NamedTuple):
     alpha: bool = False
 
 
+class Site(NamedTuple):
+    """The part of a run that one provider makes, in a folder beside those of other providers."""
+
+    # Names of its islands.
+    names: tuple[str, ...]
+    # Whether it has the syncer; otherwise the file `address` in its folder has host:port of the syncer.
+    syncer: bool
+
+
 class IslandMachines(NamedTuple):
     """One island's machines."""
 
@@ -59,6 +69,8 @@ class IslandMachines(NamedTuple):
     # The island's TPU slice.
     topology: Topology
     zone: str
+    asked: Asked
+    image: str
 
     @property
     def region(self) -> str:
@@ -74,11 +86,14 @@ def region_of(zone: str) -> str:
     return zone.rpartition("-")[0]
 
 
-def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[IslandMachines]:
+def slices_of(
+    config: RunConfig, way: str, needed: Sequence[str], names: Sequence[str] | None = None
+) -> list[IslandMachines]:
     """Check the config for a way of launching, and return the islands' machines.
 
     Args:
       needed: settings of `cloud` that this way needs in addition to `NEEDED`.
+      names: islands that are launched this way; None for all.
 
     Raises:
       ValueError: a setting is missing or does not work with this way.
@@ -97,8 +112,8 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
     check_label("cloud.namespace", config.cloud.namespace)
     check_label("cloud.cluster", config.cloud.cluster)
     slices = []
-    for name in config.islands.names:
-        island = config.island(name)
+    for name in config.islands.names if names is None else names:
+        island, place = config.island(name), config.place(name)
         for what in ("topology", "zone"):
             if not getattr(island, what):
                 raise ValueError(
@@ -112,7 +127,8 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
                 f"{name} is a {island.slice}, which launch {way} cannot make: its generation has no {lacks[0]}; use "
                 "another way, or write it into islands.generations"
             )
-        slices.append(IslandMachines(name, resource, island.slice, island.zone))
+        asked = asked_of(config.cloud, way, place.capacity)
+        slices.append(IslandMachines(name, resource, island.slice, island.zone, asked, place.image))
     check_zone("cloud.syncer_zone", syncer_zone(config))
     return slices
 
@@ -141,9 +157,9 @@ def syncer_region(config: RunConfig) -> str:
     return region_of(syncer_zone(config))
 
 
-def regions_of(config: RunConfig, slices: Sequence[IslandMachines]) -> list[str]:
-    """List the regions of the islands and of the syncer."""
-    return sorted({each.region for each in slices} | {syncer_region(config)})
+def regions_of(config: RunConfig, slices: Sequence[IslandMachines], *, syncer: bool) -> list[str]:
+    """List the regions of the islands and, if it is there too, of the syncer."""
+    return sorted({each.region for each in slices} | ({syncer_region(config)} if syncer else set()))
 
 
 def syncer_name(config: RunConfig) -> str:
@@ -233,19 +249,21 @@ def syncer_words() -> list[str]:
     return ["syncer", CONFIG_PATH, "--run-dir", RUN_DIR]
 
 
-def asked_of(cloud: CloudConfig, way: str) -> Asked:
+def asked_of(cloud: CloudConfig, way: str, capacity: Capacity) -> Asked:
     """Return the request for an island's machines; ValueError if this way cannot provide the capacity or the queue."""
     way = "gke" if way in ON_GKE else way
     if way != "gke" and (unknown := next((name for name in ("queue", "priority_class") if getattr(cloud, name)), "")):
         raise ValueError(
             f"cloud.{unknown} is {getattr(cloud, unknown)!r}, but only launch gke and pathways have queues; remove it"
         )
-    if cloud.capacity == "on-demand":
+    if capacity == "on-demand":
         return Asked()
-    asked = CAPACITY[way].get(cloud.capacity)
+    asked = CAPACITY[way].get(capacity)
     if asked is None:
-        able = " and ".join(name for name, known in CAPACITY.items() if cloud.capacity in known)
-        raise ValueError(f"cloud.capacity is {cloud.capacity}, which launch {way} cannot request; only {able} can")
+        able = " and ".join(name for name, known in CAPACITY.items() if capacity in known)
+        raise ValueError(f"cloud.capacity is {capacity}, which launch {way} cannot request; only {able} can")
+    if capacity == "reservation" and not cloud.reservation:
+        raise ValueError("an island's capacity is reservation, but cloud.reservation is empty; name the reservation")
     names = {"reservation": cloud.reservation, "name": cloud.reservation.rpartition("/")[2]}
     words, label = (tuple(word.format(**names) for word in asked.get(part, ())) for part in ("flags", "selector"))
     return Asked(words, label, asked.get("alpha", False))
