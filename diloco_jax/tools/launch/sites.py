@@ -88,7 +88,7 @@ def divide(config: RunConfig, way: str) -> dict[str, Site]:
 
 
 def address_of(config: RunConfig, way: str) -> str:
-    """Return the address at which islands of other providers reach the syncer; "" if a command asks the target for it.
+    """Return the syncer's address for islands of other providers; "" if a command asks the target for it.
 
     Raises:
       ValueError: those islands would not reach the syncer.

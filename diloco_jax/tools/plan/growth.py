@@ -1,4 +1,4 @@
-"""The number of islands at which the syncer's link is the limit, and the remedies.
+"""The most islands that the syncer's link can serve, and the remedies if there are more.
 
 The syncer is the centre of a star, so M learners cost it M times the traffic of one:
 
