@@ -25,8 +25,8 @@ NEXT = (6, 8)
 EXTRA = 0.10
 # The distance of published losses from their own law.
 LAW_NOISE = 0.002
-# Runs are compared if their tokens differ by at most this share.
-TOKENS_APART = 0.05
+# Losses are compared if the global steps, of as many samples each, differ by at most this share.
+STEPS_APART = 0.05
 SYNCER = "HOST:PORT"
 
 
@@ -54,7 +54,7 @@ class Facts(NamedTuple):
     status: dict[str, Any]
     # Violations that `diloco audit` found; None if it did not run.
     violations: int | None
-    # Evaluation loss and tokens of a data-parallel run; None without such a run.
+    # Evaluation loss and global steps of a data-parallel run; None without such a run.
     baseline: tuple[float, int] | None
 
     @property
@@ -232,15 +232,15 @@ def _loss(case: Case, word: str, run: str) -> Gate:
         loss = facts.status["eval_loss"]
         if facts.baseline is None or loss is None:
             return None
-        reference, tokens = facts.baseline
-        if abs(facts.status["tokens"] / max(1, tokens) - 1) > TOKENS_APART:
+        reference, steps = facts.baseline
+        if abs(facts.status["global_step"] / max(1, steps) - 1) > STEPS_APART:
             return None
         above = loss / reference - 1
         return f"{above:+.1%} ({loss:.4f} against {reference:.4f})", above <= limit
 
     return Gate(
         name="loss",
-        about="evaluation loss above that of data parallel after as many tokens",
+        about="evaluation loss above that of data parallel after as many global steps",
         bar=f"at most {limit:+.1%}: the published law for M = {case.learners} with its noise of {LAW_NOISE:.1%}",
         command=f"diloco train {word} --algorithm data_parallel --run-dir BASE; diloco report {run} --baseline BASE",
         judge=judge,

@@ -123,7 +123,7 @@ def facts_of(run: str, baseline: str, read: Callable[[str], dict[str, Any]]) -> 
 
 def _baseline(folder: str) -> tuple[float, int]:
     try:
-        summary = read_object(Path(folder) / SUMMARY_FILE, "eval_loss", "tokens")
+        summary = read_object(Path(folder) / SUMMARY_FILE, "eval_loss", "global_steps")
     except OSError as error:
         raise ValueError(f"--baseline {folder} has no {SUMMARY_FILE}; give the folder of a finished run") from error
-    return summary["eval_loss"], summary["tokens"]
+    return summary["eval_loss"], summary["global_steps"]
