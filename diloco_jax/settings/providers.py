@@ -29,7 +29,7 @@ FORMS = {
 }
 
 
-class Place(NamedTuple):
+class IslandPlace(NamedTuple):
     """An island's machines: where they are, of what kind, and their price."""
 
     # None if the config names none; then it is the target of `diloco launch`.

@@ -17,7 +17,7 @@ from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget, Limits
 from diloco_jax.settings.cloud import CloudConfig, GpuConfig
 from diloco_jax.settings.islands import IslandConfig, IslandOverride, IslandsConfig
-from diloco_jax.settings.providers import Place
+from diloco_jax.settings.providers import IslandPlace
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.models.config import OF_TOKENS, ModelConfig
 from diloco_jax.training.named import check_setting
@@ -509,10 +509,10 @@ class RunConfig:
         whole = self.algorithm == "data_parallel"
         return island._replace(batch_size=self.train.batch_size) if whole else island
 
-    def place(self, name: str) -> Place:
+    def place(self, name: str) -> IslandPlace:
         """Return where an island's machines are; settings of all islands count where the island has none."""
         own = self.islands.each.get(name, IslandOverride())
-        return Place(
+        return IslandPlace(
             own.provider,
             own.accelerator or self.gpu.accelerator,
             own.region or "",

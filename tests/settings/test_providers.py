@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco_jax.settings.providers import Place
+from diloco_jax.settings.providers import IslandPlace
 from diloco_jax.settings.text import parse
 
 
@@ -41,6 +41,6 @@ def test_an_island_has_the_settings_of_all_islands_unless_it_has_its_own() -> No
         "cloud": {"image": "a:1"},
     }
     config = parse(settings, "test")
-    assert config.place("island-0") == Place(None, "H100", "", "on-demand", "a:1", None)
-    assert config.place("island-1") == Place("sky", "L40S", "aws", "spot", "b:2", 0.0)
+    assert config.place("island-0") == IslandPlace(None, "H100", "", "on-demand", "a:1", None)
+    assert config.place("island-1") == IslandPlace("sky", "L40S", "aws", "spot", "b:2", 0.0)
     assert [config.island(name).accelerator for name in config.islands.names] == ["H100", "L40S"]

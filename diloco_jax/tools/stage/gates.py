@@ -19,7 +19,7 @@ from diloco_jax.tools.plan.verdict import MADE_MIN
 
 # The last number of sites of each stage: 2 to 3, 4 to 6, 8 and more.
 STAGE_ENDS = (3, 6)
-# The sites for which the stage after each of them is forecast; later stages double.
+# The next stage after each of them is forecast with so many sites; later stages double.
 NEXT = (6, 8)
 # Headers and control messages may add this share to payloads; they added 4 to 9 %.
 EXTRA = 0.10
@@ -31,7 +31,7 @@ SYNCER = "HOST:PORT"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
+class StageGate:
     """A figure that must reach its bar before the run gets more sites."""
 
     name: str
@@ -42,12 +42,12 @@ class Gate:
     # The command that measures the figure.
     command: str
     # Returns the measured figure in words and whether it reaches the bar, from facts of a run; None if they lack it.
-    judge: Callable[["Facts"], tuple[str, bool] | None]
+    judge: Callable[["RunFigures"], tuple[str, bool] | None]
     # The same for a figure that the user has measured and given as an option.
     given: tuple[str, bool] | None = None
 
 
-class Facts(NamedTuple):
+class RunFigures(NamedTuple):
     """The figures of a run, finished or not."""
 
     # As `diloco status --json` prints it.
@@ -62,23 +62,23 @@ class Facts(NamedTuple):
         return list(self.status["learners"])
 
 
-class Stage(NamedTuple):
+class StageRange(NamedTuple):
     """A range of sites."""
 
     number: int
     words: str
-    # The number of sites for which the next stage is forecast.
+    # The next stage is forecast with so many sites.
     next_sites: int
 
 
-def stage_of(sites: int) -> Stage:
+def stage_of(sites: int) -> StageRange:
     """Return the stage of a number of sites."""
     first, second = STAGE_ENDS
     if sites <= first:
-        return Stage(1, f"2 to {first} sites", NEXT[0])
+        return StageRange(1, f"2 to {first} sites", NEXT[0])
     if sites <= second:
-        return Stage(2, f"{first + 1} to {second} sites", NEXT[1])
-    return Stage(3, f"more than {second} sites", 2 * sites)
+        return StageRange(2, f"{first + 1} to {second} sites", NEXT[1])
+    return StageRange(3, f"more than {second} sites", 2 * sites)
 
 
 def with_sites(config: RunConfig, sites: int) -> RunConfig:
@@ -104,8 +104,8 @@ def with_sites(config: RunConfig, sites: int) -> RunConfig:
     )
 
 
-def gates(case: Case, word: str, run: str, goodput: float, *, link_given: bool) -> list[Gate]:
-    """Return the gates for a case, in the order in which they are worth measuring.
+def gates(case: Case, word: str, run: str, goodput: float, *, link_given: bool) -> list[StageGate]:
+    """Return the gates for a case; the ones that are measured first come first.
 
     Args:
         link_given: whether the rate of the islands' links is measured, and not a default.
@@ -121,14 +121,14 @@ def gates(case: Case, word: str, run: str, goodput: float, *, link_given: bool) 
         _loss(case, word, run),
         _traffic(case, run),
         _return(run),
-        Gate(
+        StageGate(
             name="alarms",
             about="alarms that stand",
             bar="none",
             command=f"diloco status {run}",
             judge=lambda facts: _none_of([each["alarm"] for each in facts.status["alarms"]]),
         ),
-        Gate(
+        StageGate(
             name="audit",
             about="violations of the protocol's guarantees on the tapes",
             bar="none",
@@ -142,11 +142,11 @@ def _none_of(names: list[str]) -> tuple[str, bool]:
     return ", ".join(names) or "none", not names
 
 
-def _link(case: Case, word: str, *, given: bool) -> Gate:
+def _link(case: Case, word: str, *, given: bool) -> StageGate:
     rounds, usable = case.rounds(), case.usable_gbit_per_s()
     rate = max(rounds.planned_gbit_per_s / BUSY_MAX, rounds.gbit_per_s(MADE_MIN))
     needs = f"at least {rate:.3g} Gbit/s each way" if math.isfinite(rate) else "no rate is enough with this round trip"
-    return Gate(
+    return StageGate(
         name="link",
         about="payload rate between each island and the syncer",
         bar=f"{needs}, with a round trip of at most {case.assumed.round_trip_ms:g} ms",
@@ -158,21 +158,21 @@ def _link(case: Case, word: str, *, given: bool) -> Gate:
     )
 
 
-def _syncer(case: Case, word: str) -> Gate:
+def _syncer(case: Case, word: str) -> StageGate:
     link = case.assumed.syncer_link_gbit_per_s
     need = syncer_rates(case).share(case.learners, PAYLOAD_SHARE * BUSY_MAX)
 
-    def judge(facts: Facts) -> tuple[str, bool] | None:
+    def judge(facts: RunFigures) -> tuple[str, bool] | None:
         wire, seconds = facts.status["wire"], facts.status["wall_s"]
         if not (facts.status["global_step"] and seconds and link):
             return None
         moved = max(wire["up_bytes"], wire["down_bytes"]) * 8e-9 / seconds
         return f"{moved:.3g} Gbit/s on average of a link of {link:.3g}", moved <= BUSY_MAX * PAYLOAD_SHARE * link
 
-    return Gate(
+    return StageGate(
         name="syncer",
         about=f"rate of the syncer's link, which carries {case.learners} times an island's traffic",
-        bar=f"a link of at least {need:.3g} Gbit/s each way, of which rounds fill {BUSY_MAX:.0%}",
+        bar=f"a link of at least {need:.3g} Gbit/s each way; rounds fill {BUSY_MAX:.0%} of that",
         command=f"diloco doctor {word} --listen   (on the syncer's machine, while doctor runs on all islands at once; "
         "give the sum of their rates as --syncer-link-gbit-per-s)",
         judge=judge,
@@ -180,15 +180,15 @@ def _syncer(case: Case, word: str) -> Gate:
     )
 
 
-def _rounds(run: str) -> Gate:
-    def judge(facts: Facts) -> tuple[str, bool] | None:
+def _rounds(run: str) -> StageGate:
+    def judge(facts: RunFigures) -> tuple[str, bool] | None:
         most = max((each["local_step"] for each in facts.learners), default=0)
         if not most:
             return None
         made = facts.status["global_step"] / most
         return f"{made:.3f} ({facts.status['global_step']} global steps in {most} inner steps)", made >= MADE_MIN
 
-    return Gate(
+    return StageGate(
         name="rounds",
         about="global steps per inner step of the fastest island",
         bar=f"at least {MADE_MIN:g}",
@@ -197,7 +197,7 @@ def _rounds(run: str) -> Gate:
     )
 
 
-def _participation(case: Case, run: str, goodput: float) -> Gate:
+def _participation(case: Case, run: str, goodput: float) -> StageGate:
     """Return the gate of the share of rounds that merge an island; a slow island has a report in fewer of them."""
     due_s = case.rounds().due_s
     bars = {
@@ -207,7 +207,7 @@ def _participation(case: Case, run: str, goodput: float) -> Gate:
     }
     least = min(bars.values())
 
-    def judge(facts: Facts) -> tuple[str, bool] | None:
+    def judge(facts: RunFigures) -> tuple[str, bool] | None:
         shares = {each["learner"]: each["participation"] for each in facts.learners if each["local_step"]}
         if not shares:
             return None
@@ -216,19 +216,19 @@ def _participation(case: Case, run: str, goodput: float) -> Gate:
         return ", ".join(f"{name} {share:.2f}" for name, share in shown.items()), not below
 
     slow = [f"{name} {bar:.2f}" for name, bar in bars.items() if bar != max(bars.values())]
-    return Gate(
+    return StageGate(
         name="participation",
-        about="share of rounds in which each island was merged",
+        about="share of rounds that merged each island",
         bar=f"at least {max(bars.values()):.2f}" + (f"; slower islands less: {', '.join(slow)}" if slow else ""),
         command=f"diloco status {run}",
         judge=judge,
     )
 
 
-def _loss(case: Case, word: str, run: str) -> Gate:
+def _loss(case: Case, word: str, run: str) -> StageGate:
     limit = max(0.0, distance(case.learners, case.parameters)) + LAW_NOISE
 
-    def judge(facts: Facts) -> tuple[str, bool] | None:
+    def judge(facts: RunFigures) -> tuple[str, bool] | None:
         loss = facts.status["eval_loss"]
         if facts.baseline is None or loss is None:
             return None
@@ -238,7 +238,7 @@ def _loss(case: Case, word: str, run: str) -> Gate:
         above = loss / reference - 1
         return f"{above:+.1%} ({loss:.4f} against {reference:.4f})", above <= limit
 
-    return Gate(
+    return StageGate(
         name="loss",
         about="evaluation loss above that of data parallel after as many global steps",
         bar=f"at most {limit:+.1%}: the published law for M = {case.learners} with its noise of {LAW_NOISE:.1%}",
@@ -247,14 +247,14 @@ def _loss(case: Case, word: str, run: str) -> Gate:
     )
 
 
-def _traffic(case: Case, run: str) -> Gate:
+def _traffic(case: Case, run: str) -> StageGate:
     per_step = case.kinds[0].outline.links.per_step
     rounds_bytes = (per_step["up_bytes_per_step"] + per_step["down_bytes_per_step"]) * (1 + EXTRA)
     joining = case.kinds[0].outline.links.joining_bytes * (1 + EXTRA)
     # A neighbour's state goes up to the syncer and down to the island that returns.
     returning = joining + 2 * recovery(case)["state_bytes"] * (1 + EXTRA)
 
-    def judge(facts: Facts) -> tuple[str, bool] | None:
+    def judge(facts: RunFigures) -> tuple[str, bool] | None:
         wire, steps, many = facts.status["wire"], facts.status["global_step"], len(facts.learners)
         if not steps or not many:
             return None
@@ -266,7 +266,7 @@ def _traffic(case: Case, run: str) -> Gate:
             moved <= allowed,
         )
 
-    return Gate(
+    return StageGate(
         name="cost",
         about="bytes per global step and island, both ways, which is what traffic costs",
         bar=f"at most {size(rounds_bytes)}, and {size(joining)} for each join and {size(returning)} for each return",
@@ -275,14 +275,14 @@ def _traffic(case: Case, run: str) -> Gate:
     )
 
 
-def _return(run: str) -> Gate:
-    def judge(facts: Facts) -> tuple[str, bool] | None:
+def _return(run: str) -> StageGate:
+    def judge(facts: RunFigures) -> tuple[str, bool] | None:
         if not facts.learners:
             return None
         restarts = sum(each["restarts"] for each in facts.learners)
         return f"{restarts} returns", restarts > 0
 
-    return Gate(
+    return StageGate(
         name="return",
         about="islands that stopped and came back while the others trained",
         bar="at least 1",

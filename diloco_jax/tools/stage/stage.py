@@ -15,7 +15,7 @@ from diloco_jax.tools.plan.forecast import cost, expected_goodput, link_state, r
 from diloco_jax.tools.plan.growth import growth
 from diloco_jax.tools.plan.law import distance, is_extrapolated
 from diloco_jax.tools.replay.audit import audit
-from diloco_jax.tools.stage.gates import Facts, gates, stage_of, with_sites
+from diloco_jax.tools.stage.gates import RunFigures, gates, stage_of, with_sites
 
 SITES_MIN = 2
 PASSED, FAILED, UNKNOWN = "passed", "not passed", "not measured"
@@ -27,7 +27,7 @@ def stage(
     sites: int,
     assumed: Assumptions,
     run: str = "",
-    facts: Facts | None = None,
+    facts: RunFigures | None = None,
     *,
     link_given: bool = False,
 ) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _back(sites: int, run: str) -> list[str]:
     ]
 
 
-def facts_of(run: str, baseline: str, read: Callable[[str], dict[str, Any]]) -> Facts:
+def facts_of(run: str, baseline: str, read: Callable[[str], dict[str, Any]]) -> RunFigures:
     """Read the figures of a run that is finished or still trains.
 
     Args:
@@ -118,7 +118,7 @@ def facts_of(run: str, baseline: str, read: Callable[[str], dict[str, Any]]) -> 
     if not is_address(run):
         config = load(Path(run) / CONFIG_FILE)
         violations = audit(Path(run), config.protocol, config.train.steps, config.budget)["violations"]
-    return Facts(status, violations, _baseline(baseline) if baseline else None)
+    return RunFigures(status, violations, _baseline(baseline) if baseline else None)
 
 
 def _baseline(folder: str) -> tuple[float, int]:

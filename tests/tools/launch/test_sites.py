@@ -118,7 +118,7 @@ def test_google_without_the_syncer(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_message(way: str, overrides: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ValueError, match="remove|set|write|launch") as refused:
+    with pytest.raises(ValueError, match=r"remove|set|write|launch") as refused:
         config = three(*overrides)
         check_sites(config, way)
         plan_sites(config, way)

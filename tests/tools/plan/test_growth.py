@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from diloco_jax.core.codec import FORMATS
-from diloco_jax.settings.providers import Place, Provider
+from diloco_jax.settings.providers import IslandPlace, Provider
 from diloco_jax.sim.goodput.bandwidth import Rounds
 from diloco_jax.sim.goodput.settings import Assumptions
 from diloco_jax.tools.plan.case import Case
@@ -89,8 +89,8 @@ def test_broadcasts_that_alone_overload_the_link_serve_nobody() -> None:
 
 
 def test_prices_by_hand() -> None:
-    def place(price: float | None, provider: Provider | None = None) -> Place:
-        return Place(provider, "H100", "", "spot", "", price)
+    def place(price: float | None, provider: Provider | None = None) -> IslandPlace:
+        return IslandPlace(provider, "H100", "", "spot", "", price)
 
     places = {"a": place(2.0), "b": place(2.0), "c": place(None, "slurm"), "d": place(0.0, "slurm")}
     config = SimpleNamespace(place=places.get, island=lambda name: SimpleNamespace(zone=""))

@@ -13,7 +13,7 @@ from diloco_jax.settings.text import parse
 from diloco_jax.sim.goodput.settings import Assumptions
 from diloco_jax.tools.plan.case import Case, case_of
 from diloco_jax.tools.plan.law import distance
-from diloco_jax.tools.stage.gates import Facts, gates, stage_of, with_sites
+from diloco_jax.tools.stage.gates import RunFigures, gates, stage_of, with_sites
 from diloco_jax.tools.stage.stage import facts_of, stage
 
 pytestmark = pytest.mark.usefixtures("few_failures")
@@ -53,7 +53,7 @@ def case(config: RunConfig) -> Case:
     return case_of(config, ASSUMED)
 
 
-def judged(case: Case, facts: Facts, goodput: float = 1.0) -> dict[str, tuple[str, bool] | None]:
+def judged(case: Case, facts: RunFigures, goodput: float = 1.0) -> dict[str, tuple[str, bool] | None]:
     return {each.name: each.judge(facts) for each in gates(case, "CONFIG", "RUN", goodput, link_given=False)}
 
 
@@ -71,7 +71,7 @@ def test_another_number_of_islands_keeps_their_batches(config: RunConfig) -> Non
 
 def test_a_good_run_passes(case: Case) -> None:
     loss = 2.04 / (1 + distance(3, case.parameters))
-    found = judged(case, Facts(STATUS, 0, (loss, 101)))
+    found = judged(case, RunFigures(STATUS, 0, (loss, 101)))
     assert found.pop("link") is None and found.pop("syncer") is None, "doctor measures links"
     assert all(result is not None and result[1] for result in found.values()), found
     assert found["rounds"] == ("0.980 (100 global steps in 102 inner steps)", True)
@@ -90,15 +90,15 @@ def test_a_good_run_passes(case: Case) -> None:
     ],
 )
 def test_each_gate_stops_a_bad_run(case: Case, gate: str, changes: dict[str, Any], said: str) -> None:
-    found = judged(case, Facts({**STATUS, **changes}, 2, (2.0, 100)))[gate]
+    found = judged(case, RunFigures({**STATUS, **changes}, 2, (2.0, 100)))[gate]
     assert found is not None and said in found[0] and not found[1]
 
 
 def test_what_a_run_lacks_is_not_measured(case: Case) -> None:
     empty = {**STATUS, "global_step": 0, "learners": [], "eval_loss": None}
-    found = judged(case, Facts(empty, None, (2.0, 100)))
+    found = judged(case, RunFigures(empty, None, (2.0, 100)))
     assert {name for name, result in found.items() if result is None} == found.keys() - {"alarms"}
-    other = judged(case, Facts(STATUS, 0, (2.0, 90)))
+    other = judged(case, RunFigures(STATUS, 0, (2.0, 90)))
     assert other["loss"] is None, "losses after more or fewer steps say nothing"
 
 
@@ -117,22 +117,24 @@ def test_bars_by_hand(config: RunConfig) -> None:
     assert found["link"].given is not None
 
 
-def test_result_and_mistakes(config: RunConfig, tmp_path: Path) -> None:
-    result = stage(config, "CONFIG", 3, ASSUMED, "RUN", Facts(STATUS, 1, None))
-    states = {each["gate"]: each["state"] for each in result["gates"]}
-    assert (states["rounds"], states["loss"], states["audit"]) == ("passed", "not measured", "not passed")
-    assert result["ready"] is False and (result["now"]["sites"], result["next"]["sites"]) == (3, 6)
+def test_mistakes(config: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="RUN has 3 islands, but --sites is 4; judge it with --sites 3"):
-        stage(config, "CONFIG", 4, ASSUMED, "RUN", Facts(STATUS, 0, None))
+        stage(config, "CONFIG", 4, ASSUMED, "RUN", RunFigures(STATUS, 0, None))
     with pytest.raises(ValueError, match=r"has no summary.json; give the folder of a finished run"):
         facts_of("host:1", str(tmp_path), lambda run: STATUS)
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "config.yaml"
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, base = tmp_path / "config.yaml", tmp_path / "base"
     path.write_text(json.dumps(SETTINGS), encoding="utf-8")
-    assert main(["stage", str(path), "--step-s", "1", "--price-per-chip-hour", "2"]) == 0
+    base.mkdir()
+    (base / "summary.json").write_text(json.dumps({"eval_loss": 1.9, "global_steps": 100}), encoding="utf-8")
+    monkeypatch.setattr("diloco_jax.runtime.records.status.read_status", lambda run, *_, **__: STATUS)
+    asked = ["stage", str(path), "--step-s", "1", "--price-per-chip-hour", "2", "--run", "host:1"]
+    assert main([*asked, "--baseline", str(base)]) == 1, "the loss is too high"
     said = capsys.readouterr().out
     assert "3 sites, in the stage of 2 to 3 sites" in said and "planned like island-0" in said
-    assert f"diloco doctor {path} --island island-0" in said and "9 not measured" in said
-    assert "per day 144.00 for chips" in said and "diloco drain island-2 RUN" in said
+    assert f"diloco doctor {path} --island island-0" in said and "not passed: +7.4% (2.0400 against 1.9000)" in said
+    assert "3 not measured, 5 passed, 1 not passed: add no site yet" in said
+    assert "the next stage, with 6 sites:" in said and "per day 144.00 for chips" in said
+    assert "diloco drain island-2 host:1" in said
