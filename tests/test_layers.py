@@ -54,9 +54,11 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "proto": set(),
         "": {"proto"},
         "trust": {""},
-        "session": {"", "proto", "trust"},
+        "store": {"", "proto", "trust"},
+        "session": {"", "proto", "trust", "store"},
+        "bucket": {"", "proto", "store", "session"},
         "group": {"", "proto", "trust", "session"},
-        "endpoints": {"", "proto", "trust", "session"},
+        "endpoints": {"", "proto", "trust", "store", "session", "bucket"},
     },
     "runtime": {
         "figures": set(),
@@ -85,6 +87,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "terminal": set(),
         "page": {"terminal", "budget"},
         "chaos": {"replay", "page"},
+        "ray": set(),
     },
 }
 # This is the number of folders below the package.
@@ -125,7 +128,10 @@ HEAVY = {
     "diloco_jax.runtime.model.evaluation": _WEIGHTS,
     "diloco_jax.runtime.syncer.machine_alarms": _CERTIFICATES,
     "diloco_jax.tools.chaos.actions": _CERTIFICATES,
+    "diloco_jax.tools.ray.cluster": _CERTIFICATES,
     "diloco_jax.transport.trust.security": _CERTIFICATES,
+    "diloco_jax.transport.store.seal": "cryptography",
+    "diloco_jax.transport.store.store": "obstore",
 }
 parsed = cache(ast.parse)
 

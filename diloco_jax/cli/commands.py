@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from diloco_jax.cli import first, follow, inference, prepare, records, runs
+from diloco_jax.cli import clean, first, follow, inference, prepare, records, runs
 from diloco_jax.cli.parser import Command, Parser, build_parser
 
 GROUPS: Mapping[str, tuple[Command, ...]] = {
@@ -18,7 +18,9 @@ GROUPS: Mapping[str, tuple[Command, ...]] = {
         prepare.simulate, prepare.launch, prepare.certs,
     ),
     "machines and their roles": (runs.syncer, runs.learner),
-    "after training": (inference.evaluate, inference.sample, inference.export, records.replay, records.audit),
+    "after training": (
+        inference.evaluate, inference.sample, inference.export, records.replay, records.audit, clean.clean,
+    ),
     "started by other programs": (runs.islands, runs.baseline, first.schema, first.completion),
 }  # fmt: skip
 # Processes of a run start each other with these commands.

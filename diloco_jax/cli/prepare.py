@@ -105,8 +105,14 @@ def launch(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.launch.needs import describe_needs, needs_of
     from diloco_jax.tools.launch.sites import check_sites, plan_sites
     from diloco_jax.tools.launch.write import check_tools, describe, run, write
+    from diloco_jax.transport.link import bucket_scheme
 
     config = load_config(arguments)
+    if bucket_scheme(config.transport.address):
+        raise ValueError(
+            f"transport.address is {config.transport.address}, a bucket, and `diloco launch` gives the syncer a port; "
+            "leave transport.address out, or start `diloco syncer` and `diloco learner` yourself (docs/bucket.md)"
+        )
     # Errors in the slices are reported before the model is loaded.
     check_sites(config, arguments.way)
     needs: dict[str, Any] | None = None

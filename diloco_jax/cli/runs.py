@@ -170,16 +170,21 @@ def _syncer_options(parser: Parser) -> None:
     parser.add_argument(
         "--rewind", action="store_true", help="no process is alive: continue from the newest snapshot alone"
     )
+    parser.add_argument(
+        "--standby",
+        action="store_true",
+        help="wait beside a run that has a bucket as address and syncer.standby, and take over if its syncer is lost",
+    )
 
 
 @command("syncer", "Run the syncer alone, for real machines; in the folder of a run it resumes.", _syncer_options)
 def syncer(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     with _run_folder(arguments, config) as (run_dir, config):
-        return _sync(config, run_dir, rewind=arguments.rewind)
+        return _sync(config, run_dir, rewind=arguments.rewind, standby=arguments.standby)
 
 
-def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
+def _sync(config: RunConfig, run_dir: Path, *, rewind: bool, standby: bool = False) -> int:
     tell_phase(run_dir, "syncer", IMPORTING)
     stop = _begin_process(run_dir)
     from diloco_jax.runtime.records.files import has_begun
@@ -213,7 +218,7 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
         # A supervisor knows that its run is complete.
         late_s = 0.0 if PARENT_ENV in os.environ else LATE_S
         with ended_at_once(last_act):
-            run = SyncerRun(config, run_dir, stop, model, rewind=rewind, late_s=late_s)
+            run = SyncerRun(config, run_dir, stop, model, rewind=rewind, late_s=late_s, standby=standby)
         summary = run.run(last_act)
     finally:
         if page is not None:
@@ -224,6 +229,9 @@ def _sync(config: RunConfig, run_dir: Path, *, rewind: bool) -> int:
                 # The process is suspended, or hangs.
                 page.kill()
                 page.wait()
+    # A standby had nothing to take over.
+    if not summary:
+        return INTERRUPTED if stop.is_set() else 0
     # A supervisor prints these lines itself.
     if PARENT_ENV not in os.environ:
         from diloco_jax.tools.terminal.closing import alarm_lines, ending, onward
@@ -258,7 +266,7 @@ def _await_syncer(
     from diloco_jax.runtime.records.files import ADDRESS_FILE
     from diloco_jax.runtime.records.status import known_address
     from diloco_jax.transport.endpoints.reach import await_listener
-    from diloco_jax.transport.link import split_address
+    from diloco_jax.transport.link import check_address
     from diloco_jax.transport.trust.names import OutOfDate
     from diloco_jax.transport.trust.security import credentials
 
@@ -266,7 +274,7 @@ def _await_syncer(
     address_file = run_dir / ADDRESS_FILE
     setting = "--syncer" if arguments.syncer else str(address_file) if address_file.exists() else "transport.address"
     transport = replace(config.transport, address=address)
-    split_address(address, setting)
+    check_address(address, setting)
     for name in names:
         # An expired certificate may be renewed before the connection.
         with suppress(OutOfDate):
@@ -302,10 +310,10 @@ def _learner_options(parser: Parser) -> None:
 
 @command("learner", "Run one learner alone, for real machines.", _learner_options, trains=True)
 def learner(arguments: argparse.Namespace) -> int:
-    from diloco_jax.transport.link import check_name, split_address
+    from diloco_jax.transport.link import check_address, check_name
 
     if arguments.syncer:
-        split_address(arguments.syncer, "--syncer")
+        check_address(arguments.syncer, "--syncer")
     config = _with_own_data(load_config(arguments), arguments.island, arguments.data)
     run_dir, name = learner_dir(arguments, config), check_name(arguments.island)
     with ExitStack() as held:
@@ -401,10 +409,10 @@ def _islands_options(parser: Parser) -> None:
 
 @command("islands", "Run all islands in this process, for one controller of slices.", _islands_options, trains=True)
 def islands(arguments: argparse.Namespace) -> int:
-    from diloco_jax.transport.link import split_address
+    from diloco_jax.transport.link import check_address
 
     if arguments.syncer:
-        split_address(arguments.syncer, "--syncer")
+        check_address(arguments.syncer, "--syncer")
     config = load_config(arguments)
     run_dir = learner_dir(arguments, config)
     with ExitStack() as held:
@@ -435,22 +443,24 @@ def _chaos_options(parser: Parser) -> None:
     parser.takes_json()
     parser.add_argument("--faults", type=int, default=20, help="number of faults; default: 20")
     parser.add_argument("--seed", type=int, default=0, help="seed of the schedule; default: 0")
-    parser.add_argument("--kinds", help="kinds of faults, separated by commas; default: all")
+    parser.add_argument("--kinds", help="kinds of faults, separated by commas; default: all that the address allows")
     parser.add_argument("--dry-run", action="store_true", help="print the schedule, and exit")
 
 
 @command("chaos", "Train under a schedule of faults, and show what recovered and when.", _chaos_options, trains=True)
 def chaos(arguments: argparse.Namespace) -> int:
-    from diloco_jax.tools.chaos.schedule import KINDS, draw_schedule
+    from diloco_jax.tools.chaos.schedule import draw_schedule, possible_kinds
 
     config = load_config(arguments)
+    if config.islands.ray:
+        raise ValueError("diloco chaos injects faults into islands of this machine; leave islands.ray out")
     schedule = draw_schedule(
         arguments.seed,
         config.islands.names,
         faults=arguments.faults,
         steps=config.planned_steps,
         silence_s=config.protocol.silence_s,
-        kinds=arguments.kinds.split(",") if arguments.kinds else KINDS,
+        kinds=possible_kinds(config.transport.address, arguments.kinds.split(",") if arguments.kinds else ()),
     )
     if arguments.dry_run:
         show(arguments, {"schedule": [str(fault) for fault in schedule]}, lambda result: "\n".join(result["schedule"]))

@@ -1,6 +1,8 @@
 """The command `train`: a local run from its config to its report, with a live view."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from diloco_jax.runtime.local.check_input import memory_bytes, oversized
+from diloco_jax.runtime.local.processes import Machines
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.records.files import (
     LOGS,
@@ -25,6 +28,35 @@ from diloco_jax.tools.terminal.closing import alarm_lines, ending, onward
 from diloco_jax.tools.terminal.view import LiveView, run_in, show_cursor
 
 
+@contextmanager
+def _machines(
+    config: RunConfig, run_dir: Path, say: Callable[[str], None]
+) -> Iterator[tuple[RunConfig, Machines | None]]:
+    """Yield the config of a run for the machines of its islands, and these machines; None for this machine."""
+    if not config.islands.ray:
+        yield config, None
+        return
+    from diloco_jax.tools.ray.cluster import on_cluster
+
+    with on_cluster(config, run_dir, say) as (reachable, machines):
+        yield reachable, machines
+
+
+def _run(
+    config: RunConfig, run_dir: Path, console: Console, say: Callable[[str], None], *, live: bool, resume: bool
+) -> None:
+    """Run syncer and islands to the end; RunFailed or ValueError if that cannot happen."""
+    with _machines(config, run_dir, say) as (there, machines):
+        # Ray handles signals in its own way when it connects, so our handlers come after it.
+        stop = stop_on_signals(lambda: show_cursor(console))
+        run = LocalRun(there, run_dir, say, stop, resume=resume, machines=machines)
+        say(f"run folder {run_dir}, logs in {run_dir / LOGS}")
+        if warning := oversized(config, memory_bytes()):
+            say(warning)
+        with LiveView(run_in(run_dir), console) if live else nullcontext():
+            run.run()
+
+
 def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, resume: bool = False) -> dict[str, Any]:
     """Run syncer and islands to the end, or resume a run that ended early, then write the report.
 
@@ -32,21 +64,12 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     wrong.
     """
     console = Console(stderr=quiet)
-    stop = stop_on_signals(lambda: show_cursor(console))
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    run = LocalRun(config, run_dir, say, stop, resume=resume)
-    say(f"run folder {run_dir}, logs in {run_dir / LOGS}")
-    if warning := oversized(config, memory_bytes()):
-        say(warning)
     try:
-        if live:
-            with LiveView(run_in(run_dir), console):
-                run.run()
-        else:
-            run.run()
+        _run(config, run_dir, console, say, live=live, resume=resume)
     except RunFailed as error:
         if error.wrong_input:
             raise ValueError(str(error)) from error

@@ -2,7 +2,8 @@
 
 import ipaddress
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 from diloco_jax.settings.providers import Capacity
 
@@ -17,6 +18,20 @@ PLAIN = (
     "queue", "priority_class", "nat", "syncer_zone", "syncer_machine_type", "head_machine_type", "pathways_version",
 )  # fmt: skip
 NAMES = {"env": r"[A-Za-z_][A-Za-z0-9_]*", "xla_flags": r"xla_[a-z0-9_]+"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraConfig:
+    """The machines of the islands beyond islands.least. A setting that is left out has the value of the others."""
+
+    capacity: Literal["on-demand", "spot", "flex-start"] | None = None
+    """See cloud.capacity. Set it to spot or flex-start if only the first islands have a reservation, or machines on
+    demand."""
+    queue: str | None = None
+    """See cloud.queue. Set it if another LocalQueue admits these islands, for example one that lends unused quota."""
+    priority_class: str | None = None
+    """See cloud.priority_class. Set it to a lower class than that of the first islands, so that these islands give way
+    first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +76,8 @@ class CloudConfig:
     priority_class: str = ""
     """Kubernetes PriorityClass of the islands' pods; for gke. Set it if pods of other users take the islands' nodes, or
     if islands must give way to the pods of others."""
+    extra: ExtraConfig = field(default_factory=ExtraConfig)
+    """Machines of the islands beyond islands.least."""
     private: bool = False
     """Give no machine a public address. The subnetwork then needs Private Google Access. Set it if your organisation
     forbids public addresses. Images and data must then be in Google's services, or cloud.nat must be set."""
@@ -114,8 +131,9 @@ class CloudConfig:
     input is never restarted. Lower it if an island that cannot run must not keep costing money."""
 
     def __post_init__(self) -> None:
-        for name in PLAIN:
-            value = getattr(self, name)
+        plain = {name: getattr(self, name) for name in PLAIN}
+        plain |= {f"extra.{each.name}": getattr(self.extra, each.name) or "" for each in fields(ExtraConfig)}
+        for name, value in plain.items():
             if not re.fullmatch(r"[A-Za-z0-9._:/@-]*", value) or value.startswith("-"):
                 raise ValueError(f"cloud.{name} is {value!r}; use letters, digits and . _ : / @ - only")
         if "/" in self.bucket or ":" in self.bucket:
@@ -147,6 +165,15 @@ class CloudConfig:
                 f"cloud.external is true, but cloud.source_ranges {', '.join(self.source_ranges)} are private "
                 "addresses, which nobody on the internet has; write the ranges of the islands' addresses"
             )
+
+    @property
+    def of_extra(self) -> "CloudConfig":
+        """Return the settings of the islands beyond islands.least."""
+        own = {each.name: getattr(self.extra, each.name) for each in fields(ExtraConfig)}
+        given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+        # Another capacity has no reservation.
+        given |= {"reservation": ""} if "capacity" in given else {}
+        return replace(self, **given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

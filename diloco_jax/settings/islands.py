@@ -16,6 +16,8 @@ Devices = int | Literal["auto"]
 AUTO: Literal["auto"] = "auto"
 DEVICES_MAX = 64
 GS = "gs://"
+# Ray's names for devices that JAX finds.
+ACCELERATORS = ("GPU", "TPU")
 ISLANDS_MAX = 1024
 # A slice of 6144 v5p chips has 1536 hosts.
 HOSTS_MAX = 2048
@@ -40,6 +42,8 @@ class IslandOverride:
     """See islands.batch_size. Set it if this island differs from the others in speed or memory."""
     zone: str | None = None
     """See islands.zone. Set it for each island if islands are in different zones."""
+    resources: dict[str, float] | None = None
+    """See islands.resources. Set it if this island needs other nodes of a Ray cluster than the others do."""
     provider: Provider | None = None
     """Where diloco launch makes this island's machines, if not at the target that the command names. Set it if islands
     are at several providers; launch then writes a folder for each."""
@@ -76,6 +80,8 @@ class IslandConfig(NamedTuple):
     zone: str
     # GPU by SkyPilot's name; "" if none is named.
     accelerator: str
+    # What a Ray cluster gives to each process, by name.
+    resources: dict[str, float]
     # TPU generations that the config describes itself.
     generations: dict[str, Generation]
 
@@ -93,6 +99,10 @@ class IslandsConfig:
     """M: number of islands. More islands train more samples per second; the loss after the same tokens is somewhat
     higher. Raise it if you have more machines or devices; the syncer's work and traffic grow in proportion. Keep
     train.batch_size a multiple of it."""
+    least: int = 0
+    """Number of islands that the run needs; 0: all. The others come and go with capacity: no alarm is raised while they
+    are away, and the run uses all it gets. The first islands by name are those that it needs. Set it if you may not get
+    all machines, or may lose some at any time; an alarm then says when fewer islands are connected."""
     devices: Devices = AUTO
     """Devices per island, over all its hosts. auto: TPU chips, an equal number of the machine's GPUs, a share of one
     GPU's memory, or 2 emulated CPU devices on a machine without TPU and GPU. A number counts GPUs on a machine with
@@ -113,6 +123,14 @@ class IslandsConfig:
     zone: str = ""
     """Cloud zone of an island, such as us-east5-a; for launch. Set it to create machines with diloco launch, in a zone
     that offers the topology."""
+    ray: str = ""
+    """Address of the Ray cluster that runs the islands of `diloco train` (docs/ray.md): auto for the cluster of this
+    machine, or HOST:PORT of its head node. Empty: the islands run on this machine. Set it if Ray places your jobs; the
+    syncer stays on this machine, which must be a node of the cluster."""
+    resources: dict[str, float] = field(default_factory=lambda: {"CPU": 1.0})
+    """What each process of an island needs on a Ray cluster, by Ray's names: {GPU: 8}, {TPU: 4}, or {CPU: 2, site: 1}
+    with a name that you gave to nodes. Islands without GPU and TPU emulate devices. Set it together with islands.ray;
+    other runs ignore it."""
     controller: Controller = "processes"
     """processes: each island has a separate process. single: one process drives all islands, each in a thread with
     separate devices; for a controller that sees several slices, such as Pathways. If that process fails, all islands
@@ -160,6 +178,8 @@ class IslandsConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.count <= ISLANDS_MAX:
             raise ValueError(f"islands.count is {self.count}; use 1 to {ISLANDS_MAX}")
+        if not 0 <= self.least <= self.count:
+            raise ValueError(f"islands.least is {self.least}; use 1 to islands.count = {self.count}, or 0 for all")
         if unknown := sorted(set(self.each) - set(self.names)):
             raise ValueError(
                 f"islands.each has '{unknown[0]}', but the {self.count} islands are {self.names[0]} to "
@@ -185,6 +205,7 @@ class IslandsConfig:
         self._check_controller()
         for name, own in self.each.items():
             providers.check(name, {each.name: getattr(own, each.name) for each in fields(own)}, own.provider)
+        self._check_ray()
         for name in ("", *self.each):
             _check(self._own(name), f"islands.each.{name}" if name else "islands")
 
@@ -213,6 +234,23 @@ class IslandsConfig:
                 "through islands.pathways only; set it, or the controller to processes"
             )
 
+    def _check_ray(self) -> None:
+        if not self.ray:
+            return
+        if self.ray != "auto":
+            host, _, port = self.ray.rpartition(":")
+            if not host or "/" in host or not port.isdecimal():
+                raise ValueError(
+                    f"islands.ray is {self.ray!r}; use auto on a node of the cluster, or HOST:PORT of its head node, "
+                    "such as 10.0.0.1:6379"
+                )
+        here = {"command": self.command, "standby": self.standby, "controller single": self.controller == "single"}
+        if others := [name for name, value in here.items() if value]:
+            raise ValueError(
+                f"islands.{others[0]} needs islands on this machine, but islands.ray is {self.ray}; leave one of them "
+                "out"
+            )
+
     def _own(self, name: str) -> IslandConfig:
         """Return an island's settings before anything is derived from them."""
         other = self.each.get(name, IslandOverride())
@@ -232,6 +270,11 @@ class IslandsConfig:
         """List the learners' names: island-0, island-1, ..."""
         return tuple(f"island-{index}" for index in range(self.count))
 
+    @property
+    def base(self) -> tuple[str, ...]:
+        """List the names of the islands that the run needs; the others are extra."""
+        return self.names[: self.least or self.count]
+
     def resolve(self, name: str, batch_size: int) -> IslandConfig:
         """Return the settings of one island; a name that is not in `names` has the common settings."""
         island = self._own(name)
@@ -247,6 +290,7 @@ def _check(own: IslandConfig, where: str) -> None:
         raise ValueError(f"{where}: {own.hosts} hosts cannot share {own.devices} devices equally; change one of them")
     if own.batch_size < 0:
         raise ValueError(f"{where}.batch_size is {own.batch_size}; use at least 1, or 0 for an equal share")
+    _check_resources(own, where)
     if own.slice:
         if own.devices:
             raise ValueError(
@@ -254,3 +298,20 @@ def _check(own: IslandConfig, where: str) -> None:
                 "its chips, or leave the topology out"
             )
         own.mesh.sizes(own.slice.devices)
+
+
+def _check_resources(own: IslandConfig, where: str) -> None:
+    """Check what Ray gives to a process of an island; ValueError if Ray could never give it, or devices differ."""
+    if not own.resources:
+        raise ValueError(f"{where}.resources is empty; name what a process needs, such as {{CPU: 1}} or {{GPU: 8}}")
+    for name, amount in own.resources.items():
+        if not 0 < amount < inf or (amount > 1 and amount != int(amount)):
+            raise ValueError(
+                f"{where}.resources has {name}: {amount:g}; use a whole number, or a share between 0 and 1"
+            )
+    accelerators = sum(own.resources.get(name, 0) for name in ACCELERATORS)
+    if own.devices and accelerators and own.hosts * max(1, accelerators) != own.devices:
+        raise ValueError(
+            f"{where}.devices is {own.devices}, but {where}.resources gives {accelerators:g} to each of its "
+            f"{own.hosts} processes; change one of them, or set devices to auto"
+        )

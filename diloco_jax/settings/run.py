@@ -15,7 +15,7 @@ from diloco_jax.core.outer import OuterConfig
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget, Limits
-from diloco_jax.settings.cloud import CloudConfig, GpuConfig
+from diloco_jax.settings.cloud import CloudConfig, ExtraConfig, GpuConfig
 from diloco_jax.settings.islands import IslandConfig, IslandOverride, IslandsConfig
 from diloco_jax.settings.providers import IslandPlace
 from diloco_jax.training.data.config import DataConfig
@@ -23,7 +23,7 @@ from diloco_jax.training.models.config import OF_TOKENS, ModelConfig
 from diloco_jax.training.named import check_setting
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import AXIS_RULES, MeshLayout, planned_mesh
-from diloco_jax.transport.link import TransportConfig, split_address
+from diloco_jax.transport.link import TransportConfig, bucket_scheme, split_address
 
 SUBSCRIBERS_MAX = 256
 # The limit holds for every count below `train`.
@@ -54,6 +54,10 @@ class SyncerConfig:
     """The most parameters of a model that a first learner may bring (model.module: own). Larger models are refused.
     Raise it for a larger model of that kind; a mistaken or hostile learner can then take more of the syncer's
     memory."""
+    standby: bool = False
+    """Keep tape and snapshots in the bucket, too, so that another machine can take over if this one is lost (`diloco
+    syncer --standby`, docs/bucket.md). Needs a bucket as transport.address. Set it if the syncer's machine may be lost;
+    every decision then takes two requests to the bucket before it leaves this process."""
     metrics: str = ""
     """host:port where Prometheus scrapes the run's metrics (docs/metrics.md), without encryption and without a
     password; 0.0.0.0 lets scrapers on other machines connect. Port 0 lets the system choose a port, which the log
@@ -349,6 +353,16 @@ class RunConfig:
                 f"protocol.quorum (K) is {self.protocol.quorum}, but there are only {count} islands (M), so no round "
                 "could ever close; lower protocol.quorum or raise islands.count"
             )
+        if self.algorithm == "decoupled" and 0 < self.islands.least < self.protocol.quorum:
+            raise ValueError(
+                f"islands.least is {self.islands.least}, but protocol.quorum is {self.protocol.quorum}, so rounds "
+                "would stop while enough islands are there; lower the quorum or raise islands.least"
+            )
+        if self.cloud.extra != ExtraConfig() and self.islands.base == self.islands.names:
+            raise ValueError(
+                f"cloud.extra is set, but the run needs all {count} islands, so none is extra; set islands.least to "
+                "fewer, or remove cloud.extra"
+            )
         if self.algorithm == "decoupled" and self.protocol.lockstep and self.protocol.quorum < count:
             raise ValueError(
                 f"protocol.overlap_steps is 0 (learners wait for the merge), but protocol.quorum is "
@@ -374,6 +388,11 @@ class RunConfig:
             raise ValueError(
                 "evaluation.subtract tests contributions at the evaluations during the run, and train.eval_every is 0, "
                 "so there is none; set train.eval_every, or leave evaluation.subtract out"
+            )
+        if self.model.own and bucket_scheme(self.transport.address):
+            raise ValueError(
+                f"transport.address is {self.transport.address}, a bucket, and model.module is own: a loop sends its "
+                "model over a connection; set transport.address to host:port, or name the model in model.module"
             )
         self._check_own_data()
         self._check_budget()
@@ -505,18 +524,29 @@ class RunConfig:
     def island(self, name: str) -> IslandConfig:
         """Return the settings of one island; a learner whose name is not in `islands.names` has the common settings."""
         island = self.islands.resolve(name, self.train.batch_size // self.islands.count)
-        island = island._replace(accelerator=self.place(name).accelerator)
+        island = island._replace(accelerator=island.accelerator or self.gpu.accelerator)
         whole = self.algorithm == "data_parallel"
         return island._replace(batch_size=self.train.batch_size) if whole else island
 
+    def cloud_of(self, name: str) -> CloudConfig:
+        """Return the settings of one island's machines on a cloud; those beyond islands.least may differ."""
+        cloud, own = self.cloud, self.islands.each.get(name, IslandOverride())
+        if name not in self.islands.base:
+            cloud = cloud.of_extra
+        if own.capacity not in (None, cloud.capacity):
+            # Another capacity has no reservation.
+            reservation = self.cloud.reservation if own.capacity == "reservation" else ""
+            cloud = replace(cloud, capacity=own.capacity, reservation=reservation)
+        return replace(cloud, image=own.image) if own.image else cloud
+
     def place(self, name: str) -> IslandPlace:
         """Return where an island's machines are; settings of all islands count where the island has none."""
-        own = self.islands.each.get(name, IslandOverride())
+        own, cloud = self.islands.each.get(name, IslandOverride()), self.cloud_of(name)
         return IslandPlace(
             own.provider,
             own.accelerator or self.gpu.accelerator,
             own.region or "",
-            own.capacity or self.cloud.capacity,
-            own.image or self.cloud.image,
+            cloud.capacity,
+            cloud.image,
             own.price_per_chip_hour,
         )

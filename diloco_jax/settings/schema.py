@@ -57,7 +57,7 @@ FIRST = (
     "wire.down",
 )
 # The sections that only a launch on a cloud or on GPU machines reads: docs/launch-reference.md has their settings.
-LAUNCH = ("cloud", "gpu", "islands.generations.NAME")
+LAUNCH = ("cloud", "cloud.extra", "gpu", "islands.generations.NAME")
 # Stands in a setting's name for a name that the user chooses, such as that of an island.
 ANY_NAME = "NAME"
 

@@ -57,6 +57,8 @@ SYNCER_HOST = "syncer.diloco"
 ISLAND_HOSTS = ".island.diloco"
 # ca and token are files beside the certificates.
 RESERVED_NAMES = (SYNCER, SYNCER_HOST, "ca", "token")
+# Buckets that an address may name; memory:// is one within a process.
+BUCKETS = ("s3", "gs", "az", "file", "memory")
 STRIPES_MAX = 16
 HOSTS_MAX = 4096  # per learner
 # A receiver accepts chunks up to this size, whatever its own `chunk_bytes` is.
@@ -155,7 +157,11 @@ class TransportConfig:
 
     address: str = "127.0.0.1:0"
     """host:port where the syncer listens and learners connect. Port 0 lets the system choose one. Set it for islands on
-    other machines, to an address that they can reach."""
+    other machines, to an address that they can reach. s3://, gs://, az:// or file:// with a prefix of its own is a
+    bucket through which they exchange messages, if no side may open a port (docs/bucket.md)."""
+    poll_s: float = 1.0
+    """Seconds between two looks into a bucket while nothing new is there. Lower it for shorter rounds, to what one
+    inner step takes; each look is a request that costs money (diloco plan). It has no effect with host:port."""
     allow_plaintext: bool = False
     """Allow an address other than loopback although nothing is encrypted. Set it only in a network where every machine
     may read and change the run's messages. In any other network, make certificates with diloco certs."""
@@ -207,8 +213,8 @@ class TransportConfig:
     together with the certificates."""
 
     def __post_init__(self) -> None:
-        split_address(self.address)
-        for name in ("connect_timeout_s", "keepalive_s", "keepalive_timeout_s", "resume_s"):
+        check_address(self.address)
+        for name in ("poll_s", "connect_timeout_s", "keepalive_s", "keepalive_timeout_s", "resume_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"transport.{name} is {value}: use a number of seconds above 0")
@@ -250,6 +256,26 @@ def check_name(learner_id: str) -> str:
             f"digits, '.', '_' and '-', a letter or digit first, and none of {', '.join(RESERVED_NAMES)}"
         )
     return learner_id
+
+
+def bucket_scheme(address: str) -> str:
+    """Return the scheme of an address that is a bucket; "" for host:port."""
+    scheme, colon, _ = address.partition("://")
+    return scheme if colon else ""
+
+
+def check_address(address: str, setting: str = "transport.address") -> None:
+    """Check that an address of a syncer is host:port or a bucket; ValueError with the setting and the remedy."""
+    scheme = bucket_scheme(address)
+    if not scheme:
+        split_address(address, setting)
+        return
+    rest = address.partition("://")[2]
+    if scheme not in BUCKETS or not rest.strip("/") or (scheme == "file" and not rest.startswith("/")):
+        raise ValueError(
+            f"{setting} is {address!r}: a bucket is s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX or "
+            "file:///FOLDER"
+        )
 
 
 def split_address(address: str, setting: str = "transport.address") -> tuple[str, int]:

@@ -39,8 +39,8 @@ from diloco_jax.runtime.syncer.listening import SyncerStart, open_listener
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.transport.endpoints.dialler import Dialler
-from diloco_jax.transport.endpoints.greeting import Description
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
+from diloco_jax.transport.session.description import Description
 
 FRAGMENTS = 2
 WAIT_S = 30.0

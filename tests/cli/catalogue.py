@@ -153,6 +153,9 @@ CONFIGS = (
     Wrong({"seed": -1}, "seed is -1", "[0, 2^31)", "it must be in"),
     Wrong({"adopt": {"mode": "rebasee"}}, "adopt.mode is 'rebasee'", "'blend' or 'rebase'", "did you mean rebase?"),
     Wrong({"wire": {"up": "int3"}}, "wire.up is 'int3'", "'float32', 'bfloat16', 'int8'", "did you mean int"),
+    Wrong({"islands": {"least": 3}}, "islands.least is 3", "islands.count = 2", "or 0 for all"),
+    Wrong({"islands": {"least": 1}, "protocol": {"quorum": 2}}, "least is 1", "quorum is 2", "lower the quorum"),
+    Wrong({"cloud": {"extra": {"queue": "a"}}}, "cloud.extra is set", "all 2 islands", "set islands.least to fewer"),
     Wrong({"protocol": {"quorum": 9}}, "quorum (K) is 9", "2 islands (M)", "lower protocol.quorum"),
     Wrong(
         {"protocol": {"sync_every": {"mlp": 4, "rest": 24, "mpl": 4}}},

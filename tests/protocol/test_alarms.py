@@ -109,6 +109,20 @@ def test_conditions_of_islands_are_alarms() -> None:
     assert first.as_dict() == {**first._asdict(), "remedy": REMEDIES["gone"]}
 
 
+def test_islands_beyond_those_that_the_run_needs_may_be_away() -> None:
+    syncer, stats = two_islands()
+    stats.least = 1
+    syncer.on_disconnect("a", 1, "no connection", 2.0)
+    assert alarms_of(syncer, stats, 3.0) == []
+    stats.least = 2
+    missing, gone = alarms_of(syncer, stats, 3.0)
+    assert missing == Alarm("missing", "", "1 island is connected, fewer than islands.least (2)")
+    assert (gone.kind, gone.who) == ("gone", "a")
+    book = AlarmBook()
+    assert book.look([missing], 3.0) == ([], []) and book.look([missing], 602.0) == ([], [])
+    assert book.look([missing], 603.0) == ([missing], []), "queues of ten minutes are usual"
+
+
 def test_every_kind_is_told_of_in_the_past() -> None:
     told = [Alarm(kind, who, "").past for kind in REMEDIES for who in ("a", "")]
     assert not [text for text in told if "{" in text or " is " in text or " are " in text]

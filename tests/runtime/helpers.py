@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import yaml
 
@@ -22,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 STEP_S = 0.02
 # For runs that wait for events and not for steps: processes that start have the processors to themselves.
 SLOW_STEP_S = 0.1
+# The processes that tests started, as long as a test has them: `kill_processes` ends those that a failed test left.
+STARTED: WeakSet["subprocess.Popen[str]"] = WeakSet()
 SMALL: dict[str, Any] = {
     "name": "small",
     "islands": {"count": 2, "devices": 2, "restart_delay_s": 0.1},
@@ -44,8 +47,12 @@ SMALL: dict[str, Any] = {
 }
 
 
-def environment(step_s: float = STEP_S) -> dict[str, str]:
-    """A user's environment: without what the test session sets for itself; inner steps take at least this long."""
+def environment(step_s: float | Path = STEP_S) -> dict[str, str]:
+    """A user's environment, without what the test session sets for itself.
+
+    Args:
+        step_s: inner steps take at least so many seconds, or as many as are in this file (`set_pace`).
+    """
     dropped = ("JAX_", "NPROC", "XLA_", "PYTEST_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
     programs = {
@@ -73,9 +80,16 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def start(*arguments: object, step_s: float = STEP_S) -> subprocess.Popen[str]:
+def set_pace(file: Path, step_s: float) -> None:
+    """Let each inner step take at least so many seconds from now on; islands read the file while they train."""
+    draft = file.with_suffix(".draft")
+    draft.write_text(str(step_s))
+    draft.replace(file)
+
+
+def start(*arguments: object, step_s: float | Path = STEP_S) -> subprocess.Popen[str]:
     """The command in the background."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "diloco_jax", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -83,6 +97,8 @@ def start(*arguments: object, step_s: float = STEP_S) -> subprocess.Popen[str]:
         env=environment(step_s),
         start_new_session=True,
     )
+    STARTED.add(process)
+    return process
 
 
 def run(*arguments: object, timeout_s: float = HANGS_S, step_s: float = STEP_S) -> subprocess.CompletedProcess[str]:
@@ -193,7 +209,17 @@ def island_pid(run_dir: Path, name: str) -> int:
 
 
 def kill_processes(folder: Path) -> None:
-    """SIGKILL for every process that serves a run in this folder; some may end by themselves meanwhile."""
+    """SIGKILL for every process that serves a run in this folder; some may end by themselves meanwhile.
+
+    Commands that a test started and did not wait for end too, and their pipes are closed.
+    """
+    left = [each for each in STARTED if any(str(folder) in word for word in each.args)]
+    for process in left:
+        process.kill()
     for pid in processes_of(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    for process in left:
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()

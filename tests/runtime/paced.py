@@ -1,5 +1,7 @@
 """The built-in decoder, whose steps take at least a while when the environment says so.
 
+DILOCO_TEST_STEP_S is a number of seconds, or the path of a file that has it and may change while islands train.
+
 Islands that compute without a break leave a loaded machine no processor to start, compile or merge with. The pause is
 in `Island.wait`, outside of the compiled program, so that compiling and its cache are those of any model.
 """
@@ -26,16 +28,20 @@ HANG_ENV = "DILOCO_TEST_HANG"
 class Pacer:
     """`Island.wait`, but no earlier than `step_s` after it returned the last time."""
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+    def __init__(self, step_s: str) -> None:
+        self._pace = step_s
         self._next_s = 0.0
         self._wait = Island.wait
 
     def __call__(self, island: Island, handle: StepHandle) -> dict[str, float]:
         metrics = self._wait(island, handle)
         time.sleep(max(0.0, self._next_s - time.monotonic()))
-        self._next_s = time.monotonic() + self._step_s
+        self._next_s = time.monotonic() + self._step_s()
         return metrics
+
+    def _step_s(self) -> float:
+        file = Path(self._pace)
+        return float(file.read_text() if file.is_absolute() else self._pace)
 
 
 class Pace:
@@ -82,5 +88,5 @@ if HANG_ENV in os.environ:
     Island.step = _step  # type: ignore[method-assign]
 
 if STEP_S_ENV in os.environ:
-    PACER = Pacer(float(os.environ[STEP_S_ENV]))
+    PACER = Pacer(os.environ[STEP_S_ENV])
     Island.wait = lambda island, handle: PACER(island, handle)  # type: ignore[method-assign]

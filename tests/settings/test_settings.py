@@ -163,6 +163,13 @@ def _on(topology: str, **sections: Any) -> RunConfig:
     return parse({"islands": islands, "train": {"batch_size": 32}, **sections}, "test")
 
 
+def test_the_first_islands_are_those_that_the_run_needs() -> None:
+    assert [parse({"islands": {"count": 4, "least": n}}, "test").islands.base for n in (0, 2)] == [
+        ("island-0", "island-1", "island-2", "island-3"),
+        ("island-0", "island-1"),
+    ]
+
+
 def test_only_built_in_islands_share_the_batch() -> None:
     own = {"islands": {"count": 3}, "model": {"module": "own"}}
     assert parse(own, "test").islands.count == 3

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from diloco_jax.protocol.effects import Send
+from diloco_jax.protocol.messages import GlobalFragment, LearnerMessage, Lease
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.sim.cluster import Cluster
 from diloco_jax.sim.engine import NEVER_S, Engine
@@ -11,6 +13,7 @@ from diloco_jax.sim.fault import KINDS, SYNCER_KINDS, Fault
 from diloco_jax.sim.invariants.draw import WEIGHTS, random_faults
 from diloco_jax.sim.invariants.verdict import Timeline, judge
 from diloco_jax.sim.network import NetworkOptions
+from diloco_jax.sim.node import Effects, LearnerProcess
 from diloco_jax.sim.scenario import Scenario
 from tests.sim.watching import Watch, judged, watched
 
@@ -91,6 +94,54 @@ def test_leave_and_late_join() -> None:
     assert steps.mergers(32.0, 99.0) == {"island-1", "island-2"}
     left = [note for _, note in steps.notes if note.kind == "left" and note.members == ("island-0",)]
     assert [note.reason for note in left] == ["stopped from outside"]
+
+
+class Capacity(Watch):
+    """Also records who was given and who read each sample, and the schedule at each global step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[int, str] = {}
+        self.read: set[int] = set()
+        self.schedule: dict[int, int] = {}
+
+    def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
+        super().on_step(process, began, now_s)
+        self.read |= {sample for first, last in process.step.batch[0] for sample in range(first, last)}
+
+    def on_syncer(self, given: LearnerMessage | None, effects: Effects, now_s: float) -> None:
+        super().on_syncer(given, effects, now_s)
+        for send in (effect for effect in effects if isinstance(effect, Send)):
+            if isinstance(send.message, Lease):
+                self.given |= dict.fromkeys(range(send.message.start, send.message.stop), send.peer)
+            elif isinstance(send.message, GlobalFragment):
+                self.schedule[send.message.global_step] = send.message.global_step + send.message.schedule_lead
+
+
+def test_islands_come_and_go_with_capacity_and_neither_samples_nor_the_schedule_notice() -> None:
+    """Two islands are there, six are for a while, and three at the end; extra ones leave politely or vanish."""
+    config = replace(SMALL, release_s=5.0)
+    scenario = Scenario(config=config, learners=6, total_steps=400, tokens=6 * 44 * 1024, speed_spread=0.0)
+    joins = (Fault(12.0, "join", (name,)) for name in scenario.names[2:])
+    ends = (
+        Fault(28.0, kind, (name,), notice_s=0.05)
+        for kind, name in zip(("leave", "crash", "drain"), scenario.names[3:], strict=True)
+    )
+    watch = Capacity()
+    judged(replace(scenario, faults=(*joins, *ends)), watch)
+    # M follows the machines.
+    members = [watch.mergers(from_s, to_s) for from_s, to_s in ((0.0, 12.0), (16.0, 27.0), (40.0, 999.0))]
+    assert members == [{*scenario.names[:count]} for count in (2, 6, 3)]
+    # An island that holds a sample that nobody read is there, and reads it next.
+    unread = {watch.given[sample] for sample in watch.given.keys() - watch.read}
+    assert unread <= {*scenario.names[:3]} and {*range(max(watch.read))} <= watch.given.keys()
+    # A step of the schedule is six steps of islands, so it advances by M / 6 in a global step.
+    at_s = watch.times_s("closed")
+    for count, (from_s, to_s) in ((2, (3.0, 12.0)), (6, (18.0, 27.0)), (3, (40.0, 80.0))):
+        steps = [step for step, closed_s in at_s.items() if from_s <= closed_s < to_s and step in watch.schedule]
+        passed = watch.schedule[steps[-1]] - watch.schedule[steps[0]]
+        assert passed == pytest.approx((steps[-1] - steps[0]) * count / 6, abs=1.0)
+    assert max(watch.schedule.values()) == scenario.tokens // scenario.budget.step_tokens == 44
 
 
 @pytest.mark.parametrize("kind", ["disconnect", "partition", "pause"])

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from diloco_jax.protocol.messages import FragmentValue, Heartbeat, Message
 from diloco_jax.transport import wire
-from diloco_jax.transport.endpoints import grpc_link
-from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
+from diloco_jax.transport.endpoints import ends, grpc_link
 from diloco_jax.transport.link import Delivery, TransportConfig
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.assembly import Assembly
@@ -25,30 +24,35 @@ T = TypeVar("T")
 
 
 class Ends:
-    """Listeners and links to them; `close` closes all, the newest first."""
+    """Listeners and links to them; `close` closes all, the newest first.
 
-    def __init__(self) -> None:
+    Args:
+        settings: Settings of all of them, where they differ from CONFIG.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.config = replace(CONFIG, **settings)
         self._close: list[Callable[[float], None]] = []
-        self.listener: GrpcListener  # opened last
+        self.listener: Any  # opened last
 
     def keep(self, made: T) -> T:
         """Close this at the end too."""
         self._close.append(made.close)  # type: ignore[attr-defined]
         return made
 
-    def listen(self, *, epoch: int = 1, **changes: Any) -> GrpcListener:
+    def listen(self, *, epoch: int = 1, subscribers_max: int = 0, **changes: Any) -> Any:
         """Open a listener; `changes` are those of its settings."""
-        made = grpc_link.listen(replace(CONFIG, **changes), run_id="run", epoch=epoch)
-        self.listener = self.keep(made)
-        return made
+        config = replace(self.config, **changes)
+        self.listener = self.keep(ends.listen(config, run_id="run", epoch=epoch, subscribers_max=subscribers_max))
+        return self.listener
 
-    def connect(self, learner_id: str = "a", incarnation: int = 0, *, to: str = "", **changes: Any) -> GrpcLink:
-        """Open a link; `changes` are those of its settings, and names for `grpc_link.connect`."""
+    def connect(self, learner_id: str = "a", incarnation: int = 0, *, to: str = "", **changes: Any) -> Any:
+        """Open a link; `changes` are those of its settings, and names for `connect`."""
         names = {"run_id": "run", "epoch": 1} | {name: changes.pop(name) for name in list(changes) if name in NAMES}
-        config = replace(CONFIG, **{"address": to or self.listener.address, **changes})
-        return self.keep(grpc_link.connect(config, learner_id=learner_id, incarnation=incarnation, **names))
+        config = replace(self.config, **{"address": to or self.listener.address, **changes})
+        return self.keep(ends.connect(config, learner_id=learner_id, incarnation=incarnation, **names))
 
-    def meet(self, learner_id: str = "a", incarnation: int = 0, **changes: Any) -> GrpcLink:
+    def meet(self, learner_id: str = "a", incarnation: int = 0, **changes: Any) -> Any:
         """Open a link, and wait until the listener has noticed it."""
         link = self.connect(learner_id, incarnation, **changes)
         greet(self.listener, link, learner_id, incarnation)
@@ -59,7 +63,7 @@ class Ends:
             close(1.0)
 
 
-def greet(listener: GrpcListener, link: GrpcLink, learner_id: str = "a", incarnation: int = 0) -> None:
+def greet(listener: Any, link: Any, learner_id: str = "a", incarnation: int = 0) -> None:
     """Send a message over a link, and check that the listener receives it next."""
     link.send(Heartbeat(learner_id, incarnation))
     heard = hear(listener)._replace(session=0)

@@ -26,7 +26,7 @@ from diloco_jax.transport.link import Rejected, TransportError
 from diloco_jax.transport.trust import certificates
 from tests.fuzz.inputs import parts_of
 from tests.limits import HANGS_S
-from tests.transport.ends import CONFIG, Ends, comes_true, greet, hear, hear_end, hear_message, value
+from tests.transport.ends import Ends, comes_true, greet, hear, hear_end, hear_message, value
 
 pytestmark = pytest.mark.net
 
@@ -165,7 +165,7 @@ def test_hosts_of_an_island_share_its_certificate(tmp_path: Path, ends: Ends, mo
 
 def test_dialler_connects_every_host(ends: Ends) -> None:
     listener = ends.listen()
-    config = dataclasses.replace(CONFIG, stripes=1, address=listener.address)
+    config = dataclasses.replace(ends.config, stripes=1, address=listener.address)
     names = {"run_id": "run", "learner_id": "a", "incarnation": 0}
     diallers = [Dialler(config, **names, host=host, hosts=3) for host in range(3)]  # type: ignore[arg-type]
     leader = ends.keep(diallers[0].connect(0))

@@ -8,10 +8,11 @@ import pytest
 
 from diloco_jax.protocol import messages as m
 from diloco_jax.transport.endpoints import grpc_link
-from diloco_jax.transport.endpoints.greeting import Description, ask_description
+from diloco_jax.transport.endpoints.greeting import ask_description
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, GrpcListener
 from diloco_jax.transport.link import LEARNER_TYPES, SUBSCRIBER, TransportError
 from diloco_jax.transport.session.calls import ask_operator
+from diloco_jax.transport.session.description import Description
 from diloco_jax.transport.session.operator_requests import DRAIN, OperatorRequest
 from diloco_jax.transport.session.stream import Outgoing
 from diloco_jax.transport.trust import certificates

@@ -25,6 +25,7 @@ REMEDIES = {
     "silent": "look at its process and its network; its log is in logs/ of the run's folder where it runs",
     "gone": "look at its machine and its log; if nothing restarts it there, start it again with the same command: it "
     "may come back under its name at any time",
+    "missing": "look at the queue and the machines of the islands that are away, or lower islands.least",
     "expelled": "lower its learning rate or change its hardware, then start it again",
     "striking": "values that are not usable come from NaN or a high learning rate; look at its loss and its log",
     "unmerged": "check its link (`diloco doctor`); a larger protocol.overlap_steps gives it more time",
@@ -58,6 +59,7 @@ REMEDIES = {
 PAST = {
     "silent": "{who} was silent",
     "gone": "{who} was disconnected",
+    "missing": "fewer islands were connected than the run needs",
     "expelled": "{who} was expelled",
     "striking": "{who} sent values that were not usable",
     "unmerged": "{who} had no share in rounds",
@@ -85,7 +87,7 @@ CALM = 5.0
 # Before alarms of these kinds, gaps shorter than CALM count as part of the trouble: a link may break again and again.
 FLAPPING = ("gone",)
 # By kind: seconds before an alarm is raised. A shorter trouble is harmless, or belongs to a restart of the syncer.
-HOLDS = {"gone": 5.0, "slow": 10.0, "starved": 10.0, "link": 3.0, "few": 5.0}
+HOLDS = {"gone": 5.0, "missing": 600.0, "slow": 10.0, "starved": 10.0, "link": 3.0, "few": 5.0}
 
 
 class Alarm(NamedTuple):
@@ -116,9 +118,15 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
     stats.links.look(syncer, now_s)
     median_s = syncer.membership.median_step_s()
     alarms = [Alarm("outrun", "", stats.outrun)] if stats.outrun else []
+    connected, least = len(syncer.membership.connected()), stats.least
+    if connected < least:
+        few = f"{connected} island{' is' if connected == 1 else 's are'} connected"
+        alarms.append(Alarm("missing", "", f"{few}, fewer than islands.least ({least})"))
     for condition in conditions(syncer, now_s):
         name = condition.learner_id
-        if condition.condition in REMEDIES:
+        # An island beyond those that the run needs may lose its machine at any time.
+        spare = condition.condition == "gone" and 0 < least <= connected
+        if condition.condition in REMEDIES and not spare:
             alarms.append(
                 Alarm(condition.condition, name, f"{name} is {shown(condition.condition)}: {condition.reason}")
             )

@@ -96,10 +96,14 @@ class LearnerStats:
 
 
 class RunStats:
-    """The counts of a run; `losses`, `links`, `crowd` and `drifts` are signs of trouble, for alarms."""
+    """The counts of a run; `losses`, `links`, `crowd` and `drifts` are signs of trouble, for alarms.
 
-    def __init__(self, names: tuple[str, ...], num_parameters: int, syncer: Syncer) -> None:
-        self._names = names
+    Args:
+        least: number of connected islands that the run needs; 0 if each island that disconnects is an alarm.
+    """
+
+    def __init__(self, names: tuple[str, ...], num_parameters: int, syncer: Syncer, least: int = 0) -> None:
+        self._names, self.least = names, least
         self.num_parameters = num_parameters
         self._syncer = syncer
         self._learners: dict[str, LearnerStats] = {}

@@ -112,6 +112,11 @@ def _mean_tokens_per_s(run: RunFacts) -> float | None:
     return run.tokens / run.span_s if run.tokens is not None and run.span_s else None
 
 
+def _connected(run: RunFacts) -> int:
+    # A summary has no conditions, so its islands do not count.
+    return sum(island.state not in ("", "gone") for island in run.islands)
+
+
 def _restarts(number: int) -> str:
     return f"{number} restart{'s' if number != 1 else ''}" if number else ""
 
@@ -189,6 +194,16 @@ RUN_FIGURES: tuple[Figure[RunFacts], ...] = (
         series=Series("diloco_uptime_ratio", "gauge", "ratio", "uptime since the run began"),
     ),
     Figure("waiting_for_data", "waiting for data", SHARE, lambda run: run.waiting_for_data or None, page=8),
+    Figure(
+        "connected_islands",
+        "islands connected",
+        PLAIN,
+        _connected,
+        page=9,
+        series=Series("diloco_connected_islands", "gauge", "islands", "islands with a connection"),
+        tracked=True,
+        momentary=True,
+    ),
     Figure(
         "contributors_per_round",
         "contributors per round",

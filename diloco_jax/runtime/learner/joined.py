@@ -58,6 +58,7 @@ from diloco_jax.training.island_state import IslandState
 from diloco_jax.transport.endpoints.dialler import Dialler
 from diloco_jax.transport.group.group import LEADER, GroupMember
 from diloco_jax.transport.link import Rejected, check_name
+from diloco_jax.transport.store.counts import calls, requests_text
 from diloco_jax.transport.trust.security import Denied
 
 # The epoch of a syncer that has not restarted.
@@ -184,7 +185,8 @@ class Joined:
         self._metrics = metrics
         self._decisions = decisions = Decisions(machine, host, tape, payloads, saved, signals)
         self.inbox = LearnerInbox(decisions, host.global_values())
-        self._link = LinkKeeper(decisions, self.inbox, joining.dialler(host))
+        self._dialler = joining.dialler(host)
+        self._link = LinkKeeper(decisions, self.inbox, self._dialler)
         self._step_tokens = size.tokens
         self._pulse = joining.pulse
         self._pulse.last_word = self._say_last
@@ -358,6 +360,8 @@ class Joined:
     def _tell_metrics(self, machine: Learner) -> None:
         # Without a link the metrics wait, and become one mean.
         if self._decisions.link is not None and (values := self._metrics.due(time.monotonic())) is not None:
+            if requests := self._dialler.requests:
+                values["bucket_requests"] = calls(requests)
             values |= {OWN_TIME: unix_s(), OWN_PROCESS: os.getpid(), OWN_MACHINE: machine_number()}
             told = tuple(Metric(name, float(value)) for name, value in values.items())
             self._decisions.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))
@@ -372,6 +376,8 @@ class Joined:
         finished = self.finished
         self._payloads.close()
         self._decisions.close_link(2.0)
+        if requests := self._dialler.requests:
+            log.info(f"{self.machine.learner_id}: {requests_text(requests)}")
         self._host.close()
         self._metrics.close()
         self._decisions.ask(lambda machine: self._tape.end(finished or "failed", machine.digests))

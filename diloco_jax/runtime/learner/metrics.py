@@ -23,7 +23,16 @@ from diloco_jax.settings.slices import DEVICE_PEAK_FLOPS
 EVERY_S = 1.0
 # Callbacks have this long at the end.
 CLOSE_S = 5.0
-OWN = ("step_s", "tokens_per_s", "model_flops_per_s", "mfu", "device_bytes", "device_bytes_peak", "host_bytes")
+OWN = (
+    "step_s",
+    "tokens_per_s",
+    "model_flops_per_s",
+    "mfu",
+    "device_bytes",
+    "device_bytes_peak",
+    "host_bytes",
+    "bucket_requests",
+)
 # Steps may report this many names; time and process need three more.
 NAMES_MAX = METRICS_MAX - len(OWN) - 3
 

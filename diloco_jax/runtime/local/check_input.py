@@ -28,8 +28,9 @@ from diloco_jax.training.models.config import DECODER, MOE
 from diloco_jax.training.named import failure, is_ours
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.sharding import MeshConfig
-from diloco_jax.transport.link import check_free, split_address
+from diloco_jax.transport.link import bucket_scheme, check_address, check_free, split_address
 from diloco_jax.transport.session.calls import cannot_listen
+from diloco_jax.transport.store.bucket import Bucket
 from diloco_jax.transport.trust.security import credentials
 
 
@@ -41,7 +42,10 @@ def check_input(config: RunConfig, *, resumes: bool = False) -> None:
         _check_transport(config)
     if config.islands.pathways:
         need_proxy(os.environ.get("JAX_PLATFORMS", ""))
-    check(config, look(os.environ))
+    if config.islands.ray:
+        _check_islands_elsewhere(config)
+    else:
+        check(config, look(os.environ))
     check_parts(config)
     if config.evaluation.baseline and config.algorithm == "data_parallel":
         raise ValueError("evaluation.baseline is compared by a syncer, and algorithm data_parallel has none; remove it")
@@ -59,6 +63,12 @@ def check_input(config: RunConfig, *, resumes: bool = False) -> None:
     blueprint = _check_model(config)
     make_setup(resolve(config, blueprint.shapes, blueprint.kinds))
     Scorer(config.evaluation)
+
+
+def _check_islands_elsewhere(config: RunConfig) -> None:
+    """Check what a run needs whose islands are not on this machine."""
+    if config.algorithm != "decoupled":
+        raise ValueError("islands.ray is set, but algorithm data_parallel has no islands; leave one of them out")
 
 
 def _check_corpora(config: RunConfig) -> None:
@@ -97,7 +107,11 @@ def check_parts(config: RunConfig, *, weights: bool = True) -> None:
 def _check_transport(config: RunConfig) -> None:
     for name in (SYNCER, *config.islands.names):
         credentials(config.transport, name)
-    check_listens(config.transport.address, "transport.address")
+    check_address(config.transport.address)
+    if bucket_scheme(config.transport.address):
+        Bucket(config.transport)
+    else:
+        check_listens(config.transport.address, "transport.address")
     check_listens(config.syncer.metrics, "syncer.metrics")
     check_listens(config.syncer.page, "syncer.page")
 
@@ -168,7 +182,8 @@ def oversized(config: RunConfig, have_bytes: int) -> str:
     Only emulated islands with built-in models of text are checked. Their arrays share this machine's memory, and the
     shape of the largest one is known without the model. Other arrays need memory beside it.
     """
-    if not have_bytes or config.model.module not in OF_TOKENS or not look(os.environ).emulates:
+    here = not config.islands.ray and look(os.environ).emulates
+    if not have_bytes or config.model.module not in OF_TOKENS or not here:
         return ""
     args, data_parallel = config.model.args, config.algorithm == "data_parallel"
     widths = [args.get("dim", 0), 0 if args.get("loss_chunk") else args.get("vocab_size", 256)]

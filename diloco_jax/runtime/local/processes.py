@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, Protocol
 
 from diloco_jax.runtime.records.signals import FAILED, HUNG, WRONG_INPUT, after_end
 
@@ -31,12 +32,27 @@ COMPUTED_S = 1.0
 READ_BYTES, TEXT_MAX = 1 << 20, 400
 
 
+class Handle(Protocol):
+    """What the supervisor uses of a subprocess.Popen; a process on another machine offers the same."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
 @dataclass(slots=True)
 class Process:
     """One process and its log."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Handle
     log: Path
     # Where the lines of this process begin in its log.
     log_begins: int = 0
@@ -45,7 +61,7 @@ class Process:
         """Describe how the process ended, with its exception or its last line."""
         code = self.process.returncode
         killed = code is not None and code < 0
-        how = f"killed by {signal.Signals(-code).name}" if killed else f"ended with status {code}"
+        how = f"killed by {signal.Signals(-(code or 0)).name}" if killed else f"ended with status {code}"
         last = "; its last line was" if killed else ""
         return f"{self.name} {how}{last}: {self.reason()} (log: {self.log})"
 
@@ -70,6 +86,18 @@ class Process:
         with self.log.open("rb") as file:
             file.seek(max(self.log_begins, file.seek(0, os.SEEK_END) - READ_BYTES))
             return file.read().decode("utf-8", "replace").strip().splitlines()
+
+
+class Machines(Protocol):
+    """Machines where the islands of a run start, beside the machine of its supervisor."""
+
+    def describe(self) -> str:
+        """Return one line about the machines and the islands."""
+        ...
+
+    def start(self, name: str, address: str, incarnation: str) -> Sequence[Process]:
+        """Start an incarnation of an island, or wait for a machine; `address` is that of the syncer."""
+        ...
 
 
 class Silence:
@@ -127,7 +155,7 @@ class Child:
     _ended_s: float = field(default=0.0)
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self) -> Handle:
         return self.hosts[0].process
 
     def start_again(self, hosts: Sequence[Process]) -> None:
@@ -157,7 +185,9 @@ class Child:
         ended = [each for each, code in zip(self.hosts, codes, strict=True) if code is not None]
         if ended and self.first is None:
             # A process that was killed did not end because of another one.
-            self.first = min(ended, key=lambda each: (each.process.returncode >= 0, each.process.returncode == 0))
+            self.first = min(
+                ended, key=lambda each: ((each.process.returncode or 0) >= 0, each.process.returncode == 0)
+            )
             self._ended_s = time.monotonic()
         if None not in codes:
             return self._status([code for code in codes if code is not None])
@@ -172,7 +202,7 @@ class Child:
                 self.first = self.hosts[codes.index(cause)]
                 return cause
         assert self.first is not None
-        return int(self.first.process.returncode) or next((code for code in codes if code), 0)
+        return int(self.first.process.returncode or 0) or next((code for code in codes if code), 0)
 
     @property
     def log(self) -> Path:

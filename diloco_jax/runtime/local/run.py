@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from diloco_jax.runtime.local.ends import IslandEnd, rule_of
 from diloco_jax.runtime.local.machine import CONTROLLER, Machine, check, count_of, look, settings_of
-from diloco_jax.runtime.local.processes import GRACE_S, Child, Process, Silence, free_address
+from diloco_jax.runtime.local.processes import GRACE_S, Child, Machines, Process, Silence, free_address
 from diloco_jax.runtime.local.standby import Spares, shared_by_several
 from diloco_jax.runtime.own_loop.environment import ISLAND_ENV, SYNCER_ENV
 from diloco_jax.runtime.own_loop.surroundings import (
@@ -60,6 +60,7 @@ class LocalRun:
         say: gets lines for people, such as the failure of an island.
         stop: set from outside (Ctrl-C) to end the run early and in order.
         resume: continue from the newest snapshot of a run that ended early. None of its processes may be left.
+        machines: where the islands start; None: on this machine.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class LocalRun:
         stop: threading.Event,
         *,
         resume: bool = False,
+        machines: Machines | None = None,
     ) -> None:
         self._config = config
         self._run_dir = run_dir
@@ -83,8 +85,8 @@ class LocalRun:
         self._config_path = str(run_dir / CONFIG_FILE)
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
         self._spares = Spares(run_dir, self._start_spare)
-        self._machine = look(os.environ)
-        say(check(config, self._machine))
+        self._machine, self._machines = look(os.environ), machines
+        say(check(config, self._machine) if machines is None else machines.describe())
 
     def run(self) -> None:
         """Start all processes, and return when the syncer has written the summary; RunFailed if that cannot happen."""
@@ -111,7 +113,9 @@ class LocalRun:
             self._end_all()
 
     def _start_compilers(self) -> None:
-        for name in () if self._resume else shared_by_several(self._config, self._machine):
+        for name in (
+            () if self._resume or self._machines is not None else shared_by_several(self._config, self._machine)
+        ):
             words = ["compile", self._config_path, "--island", name]
             environment = child_environment(self._config, name, self._machine)
             self._compilers.append(self._start_process(f"compiler-{name}", words, environment))
@@ -131,6 +135,8 @@ class LocalRun:
         if name == CONTROLLER:
             return Child(name, [self._start(name, [CONTROLLER, self._config_path, "--syncer", address])])
         incarnation, hosts = str(next_incarnation(self._run_dir, name)), self._config.island(name).hosts
+        if self._machines is not None:
+            return Child(name, self._machines.start(name, address, incarnation))
         # Each start uses another port, since the last one may not be free yet.
         coordinator = free_address() if hosts > 1 else ""
         if self._config.islands.command:

@@ -22,8 +22,9 @@ from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump_chosen
-from diloco_jax.transport.endpoints.greeting import Description, ModelDesk
+from diloco_jax.transport.endpoints.greeting import ModelDesk
 from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.session.description import Description
 
 POLL_S = 0.5
 

@@ -17,8 +17,9 @@ from diloco_jax.runtime.records.liveness import repeats
 from diloco_jax.runtime.records.signals import RefusedForGood
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse_text
-from diloco_jax.transport.endpoints.greeting import BUSY, TOO_LATE, Description, ask_description, offer_model
+from diloco_jax.transport.endpoints.greeting import BUSY, TOO_LATE, ask_description, offer_model
 from diloco_jax.transport.link import TransportConfig, TransportError
+from diloco_jax.transport.session.description import Description
 
 log = logging.getLogger(__name__)
 

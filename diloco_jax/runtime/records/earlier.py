@@ -3,8 +3,9 @@
 This module is separate from status.py because it imports the alarms, which would slow `diloco status`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from diloco_jax.protocol.watch.alarms import Standing
@@ -19,6 +20,8 @@ class Earlier(NamedTuple):
     episodes: Sequence[Standing] = ()
     # Global step of the evaluated model.
     eval_step: int | None = None
+    # Requests to a bucket and their bytes, by name; {} without a bucket.
+    requests: Mapping[str, int] = MappingProxyType({})
 
 
 NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)
@@ -30,6 +33,8 @@ def read_earlier(run_dir: Path) -> Earlier:
     try:
         wire = {key: int(said["wire"][key]) for key in ("up_bytes", "down_bytes")}
         episodes = [Standing.of(told) for told in said.get("episodes", ())]
-        return Earlier(wire, said["eval_loss"], episodes, said.get("eval_step"))
-    except (ValueError, KeyError, TypeError):
+        # Statuses of older versions do not have the key.
+        requests = {str(name): int(count) for name, count in said.get("requests", {}).items()}
+        return Earlier(wire, said["eval_loss"], episodes, said.get("eval_step"), requests)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return NOTHING_EARLIER

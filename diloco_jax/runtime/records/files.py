@@ -21,6 +21,8 @@ CONFIG_FILE = "config.yaml"  # resolved settings
 ADDRESS_FILE = "syncer.address"  # syncer's listener
 # The numbers of islands that asked for one.
 ISLANDS_FILE = "islands.json"
+# The run's id in its bucket.
+LEADING_FILE = "leading.json"
 STATUS_FILE = "status.json"  # twice a second
 METRICS_FILE = "metrics.jsonl"
 # The token after the # in the page's address.

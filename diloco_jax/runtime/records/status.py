@@ -22,7 +22,7 @@ from diloco_jax.runtime.figures.table import with_figures
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, LOGS, SAMPLE_FILE, STATUS_FILE, SUMMARY_FILE
 from diloco_jax.runtime.records.liveness import judge, read_phases, signature
 from diloco_jax.runtime.records.telemetry import read_object, write_json
-from diloco_jax.transport.link import TransportConfig, split_address
+from diloco_jax.transport.link import TransportConfig, check_address
 
 if TYPE_CHECKING:
     from diloco_jax.protocol.syncer.machine import Syncer
@@ -227,7 +227,7 @@ def syncer_at(run: str, known: TransportConfig, *, allow_plaintext: bool) -> Tra
             raise ValueError(f"{run} is neither a run's folder nor a syncer's host:port")
         raise ValueError(f"{run} has no {ADDRESS_FILE}, so its syncer never listened; start the run, or give host:port")
     address = run if is_address(run) else path.read_text(encoding="utf-8").strip()
-    split_address(address, "the address" if is_address(run) else str(path))
+    check_address(address, "the address" if is_address(run) else str(path))
     return replace(known, address=address, allow_plaintext=plain, connect_timeout_s=ANSWER_TIMEOUT_S)
 
 

@@ -201,10 +201,14 @@ class TapeFile:
     on_wait: Callable[[], None]
     segment_bytes: int = segments.SEGMENT_BYTES
     condition: str = ""
+    # Gets the position of written lines and their bytes, and returns when they are safe elsewhere, too. OSError if
+    # that failed for now, TapeStopped if this process may not go on.
+    copy: Callable[[int, bytes], None] | None = None
 
     def __post_init__(self) -> None:
         self._file = SegmentedFile(self.path, self.segment_bytes)
         self._waiting: list[bytes] = []
+        self._uncopied: list[bytes] = []
 
     @property
     def position(self) -> int:
@@ -225,26 +229,40 @@ class TapeFile:
         self.put(line)
         self.flush()
 
-    def flush(self) -> None:
-        """Wait until the operating system has every line; TapeStopped if the run was stopped meanwhile."""
+    def flush(self, *, safe: bool = True) -> None:
+        """Wait until the operating system has every line, and the copy, too; TapeStopped if the run was stopped.
+
+        Args:
+            safe: False: no effect of these lines leaves this process now, so the copy may get them later.
+        """
         while self._waiting:
             try:
                 self._file.append(*self._waiting)
             except OSError as error:
-                self._blocked(error)
+                self._blocked(f"{error.strerror} ({self.path}): {remedy(error, self.path)}")
                 continue
+            if self.copy is not None:
+                self._uncopied += self._waiting
             self._waiting.clear()
-            if self.condition:
-                log.info(f"{self.path} can be written again; rounds continue")
-                self.condition = ""
-            return
+            self._goes_on()
+        while safe and self._uncopied and self.copy is not None:
+            data = b"".join(line + b"\n" for line in self._uncopied)
+            try:
+                self.copy(self._file.position - len(data), data)
+            except OSError as error:
+                self._blocked(f"its copy failed: {error}")
+                continue
+            self._uncopied.clear()
+            self._goes_on()
 
-    def _blocked(self, error: OSError) -> None:
+    def _goes_on(self) -> None:
+        if self.condition:
+            log.info(f"{self.path} can be written again; rounds continue")
+            self.condition = ""
+
+    def _blocked(self, why: str) -> None:
         if not self.condition:
-            self.condition = (
-                f"the tape cannot be written: {error.strerror} ({self.path}): {remedy(error, self.path)}; "
-                "no round is merged until then"
-            )
+            self.condition = f"the tape cannot be written: {why}; no round is merged until then"
             log.warning(self.condition)
         self.on_wait()
         if self.stop.wait(RETRY_S):

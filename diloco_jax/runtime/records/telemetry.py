@@ -15,7 +15,7 @@ since the run began, bytes and tokens cumulative:
     drift   t learner global_step fragment_id values                             (of one contribution; core/drift.py)
     life    t global_step epoch members reason versions host                     (at the start of a syncer process)
     alarm   t global_step alarm state members reason                             (alarm: its kind; state: begins, ends)
-    wire    t global_step up_bytes down_bytes                                    (the tracked ones of runtime/figures)
+    wire    t global_step up_bytes down_bytes connected_islands                  (the tracked ones of runtime/figures)
     eval    t global_step tokens loss bits_per_byte scores                       (of the global model)
 
 The file is bounded: each record of its earlier part may stand for `n` records of its kind (thinning.py).

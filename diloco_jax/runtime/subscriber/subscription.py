@@ -38,8 +38,8 @@ from diloco_jax.runtime.model.layout_text import read_layout
 from diloco_jax.runtime.records.log_lines import show_lines
 from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.text import parse_text
+from diloco_jax.transport.endpoints.ends import AnyLink, connect
 from diloco_jax.transport.endpoints.greeting import ask_description
-from diloco_jax.transport.endpoints.grpc_link import GrpcLink, connect
 from diloco_jax.transport.endpoints.reach import await_listener
 from diloco_jax.transport.link import Delivery, LinkClosed, Rejected, TransportConfig, TransportError, check_name
 from diloco_jax.transport.partials import Partials
@@ -146,7 +146,7 @@ class Subscription:
         self._layouts: list[Layout] = [whole(fragment) for fragment in self._run.fragments]
         self._parameters = {path: np.zeros(shape, np.float32) for path, shape in self._run.plan.shapes.items()}
         self._versions, self._digests = [NO_VERSION] * len(self._layouts), [0] * len(self._layouts)
-        self._link: GrpcLink | None = None
+        self._link: AnyLink | None = None
         # Attempts to connect since the last message.
         self._attempts = 0
         self._epoch = 0

@@ -63,6 +63,7 @@ class ProcessFacts:
         losses: newest held-out loss on each of these corpora.
         rejected: values that merges of this process left out, by island.
         alarms: number of standing alarms, by kind.
+        least: islands.least.
         unlisted: islands that have no separate metrics.
         snapshot_took_s: how long the newest snapshot took to write.
         expiries: ends of certificates, in seconds since 1970, by certificate.
@@ -77,6 +78,7 @@ class ProcessFacts:
     losses: Mapping[str, float | None]
     rejected: Mapping[str, float]
     alarms: Mapping[str, float]
+    least: int
     unlisted: int
     snapshot_every: int
     snapshot_step: int | None
@@ -134,6 +136,10 @@ PROCESS_ROWS = (
         lambda facts: facts.rejected,
     ),
     ProcessRow(Series("diloco_alarms", "gauge", "", "alarms of this moment", "kind"), lambda facts: facts.alarms),
+    ProcessRow(
+        Series("diloco_least_islands", "gauge", "islands", "islands that the run needs; 0: all of them"),
+        lambda facts: facts.least,
+    ),
     ProcessRow(
         Series(
             "diloco_unlisted_islands",
@@ -338,6 +344,7 @@ class Exposition(Collector):
             losses={row["corpus"] or RUN: row["loss"] for row in status["corpora"]},
             rejected={name: published.rejected[name] for name in self._names},
             alarms={kind: sum(each["kind"] == kind for each in status["alarms"]) for kind in REMEDIES},
+            least=config.islands.least,
             unlisted=sum(each["learner"] not in self._names for each in status["learners"]),
             snapshot_every=config.protocol.snapshot_every,
             snapshot_step=newest,

@@ -12,10 +12,12 @@ from typing import NamedTuple, TypeVar
 
 from diloco_jax.runtime.records.files import ADDRESS_FILE
 from diloco_jax.runtime.syncer.begin import FAILOVER
+from diloco_jax.runtime.syncer.leading import Leading
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.endpoints.greeting import Description
-from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
-from diloco_jax.transport.link import split_address
+from diloco_jax.transport.endpoints.ends import listen
+from diloco_jax.transport.link import bucket_scheme, split_address
+from diloco_jax.transport.session.description import Description
+from diloco_jax.transport.session.listener import Listener
 
 # A restarted syncer waits so long until the process before it has freed its ports.
 LISTEN_PATIENCE_S = 30.0
@@ -42,6 +44,8 @@ class SyncerStart(NamedTuple):
     number_of: Callable[[str], int] = lambda _: 0
     # Id of the run; "" if an older release started it.
     run: str = ""
+    # This process as the leader of the run in its bucket.
+    leading: Leading | None = None
 
 
 def files_allowed() -> int:
@@ -57,7 +61,7 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files_allowed(), hard))
 
 
-def open_listener(config: RunConfig, run_dir: Path, start: SyncerStart) -> GrpcListener:
+def open_listener(config: RunConfig, run_dir: Path, start: SyncerStart) -> Listener:
     """Open the syncer's listener, after a failover at the old address, where learners look for it.
 
     ValueError if the address is in use or not allowed.
@@ -66,18 +70,27 @@ def open_listener(config: RunConfig, run_dir: Path, start: SyncerStart) -> GrpcL
     transport, file = config.transport, run_dir / ADDRESS_FILE
     # Learners know the address of a process before this one.
     known = start.mode == FAILOVER or config.model.own
-    if known and file.exists() and split_address(transport.address)[1] == 0:
+    bucket = bool(bucket_scheme(transport.address))
+    if known and file.exists() and not bucket and split_address(transport.address)[1] == 0:
         transport = replace(transport, address=file.read_text(encoding="utf-8"))
     patience_s = LISTEN_PATIENCE_S if known else 0.0
     most = config.syncer.subscribers_max
-    made = partial(listen, transport, run_id=config.name, epoch=start.epoch, subscribers_max=most, run=start.run)
+    term = None if start.leading is None else start.leading.term
+    made = partial(
+        listen,
+        transport,
+        run_id=config.name,
+        epoch=start.epoch,
+        subscribers_max=most,
+        run=start.run,
+        term=term,
+    )
     listener = patiently(made, patience_s, start.stop)
     # An unchanged file is not written again, since the disk may be full.
     if not file.exists() or file.read_text(encoding="utf-8") != listener.address:
         file.write_text(listener.address, encoding="utf-8")
     log.info(f"listening at {listener.address}")
-    listener.desk.settings = dict(start.fingerprint)
-    listener.greeter.description, listener.greeter.number_of = start.description, start.number_of
+    listener.announce(dict(start.fingerprint), start.description, start.number_of)
     return listener
 
 

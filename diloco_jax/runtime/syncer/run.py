@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -46,6 +46,7 @@ from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.context import Merges, Results, SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.island_numbers import IslandNumbers
+from diloco_jax.runtime.syncer.leading import begin_to_lead, stand_by
 from diloco_jax.runtime.syncer.listening import LISTEN_PATIENCE_S, SyncerStart, open_listener
 from diloco_jax.runtime.syncer.machine_alarms import MachineAlarms
 from diloco_jax.runtime.syncer.run_clock import RunClock
@@ -54,8 +55,8 @@ from diloco_jax.runtime.syncer.subtraction import Subtraction
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import SUBSCRIBER, Delivery
+from diloco_jax.transport.session.listener import Listener
 from diloco_jax.transport.session.operator_requests import ADMIT, BAN, OperatorRequest
 from diloco_jax.transport.session.refusals import REFUSALS
 
@@ -86,7 +87,7 @@ class SyncerDriver:
     """The loop around a started machine and an open listener."""
 
     context: SyncerContext
-    listener: GrpcListener
+    listener: Listener
     # Results of other threads.
     results: Results
     merges: Merges
@@ -111,11 +112,14 @@ class SyncerDriver:
         """Execute the effects of the machine's first input, then serve until the last global step or until stopped.
 
         Raises:
-            TapeStopped: the run was stopped while the tape could not be written.
+            TapeStopped: the run was stopped while the tape could not be written, or another process leads it.
         """
         self._execute(requests)
         status_at_s = 0.0
         while not self._finished and not self.context.stop.is_set():
+            if self.listener.lost:
+                # Islands go to the process that leads, so they get no farewell.
+                raise TapeStopped(self.listener.lost)
             now_s = self._now_s()
             if now_s >= status_at_s:
                 status_at_s = now_s + STATUS_EVERY_S
@@ -165,7 +169,7 @@ class SyncerDriver:
         delivery = self.listener.receive(0.0)
         if delivery is None and timeout_s:
             # Nothing more arrives soon, so the tape is written now.
-            self.context.tape.flush()
+            self.context.tape.flush(safe=False)
             delivery = self.listener.receive(timeout_s)
         if delivery is not None:
             self._on_delivery(delivery, self._now_s())
@@ -346,6 +350,7 @@ class SyncerRun:
         model: the run's model: `Evaluator(config)`, or the model that an island brought.
         rewind: no learner is alive; resume from the newest snapshot, so that later rounds are void.
         late_s: seconds to wait at the end of a complete run for learners that may return.
+        standby: whether this process waits until the run's syncer is lost, with the merge compiled and the model drawn.
     """
 
     def __init__(
@@ -357,8 +362,10 @@ class SyncerRun:
         *,
         rewind: bool = False,
         late_s: float = 0.0,
+        standby: bool = False,
     ) -> None:
         self._late_s = late_s
+        self._standby = standby
         self._pulse = Pulse(config.watchdog, "the syncer's loop", (run_dir, "syncer"))
         self._pulse.phase("compiling or loading the merge (up to a minute at the first start after an installation)")
         resolved = resolve(config, model.shapes, model.kinds)
@@ -392,13 +399,16 @@ class SyncerRun:
         )
         self._num_parameters = resolved.num_parameters
         self._description = describe_run(config, layout_of(model.shapes, model.kinds))
-        self._stats = RunStats(config.islands.names, self._num_parameters, self._machine)
+        self._stats = RunStats(config.islands.names, self._num_parameters, self._machine, config.islands.least)
 
     def run(self, last_act: Callable[[], object] = lambda: None) -> dict[str, Any]:
         """Serve until the last global step or until stopped, and return the summary.
 
         Args:
             last_act: is called if a signal ends this process before it has begun or resumed the run.
+
+        Returns:
+            The summary; an empty one if the run of a standby ended before it took over.
 
         Raises:
             ValueError: the address is in use or not allowed, the tape belongs to another process, or the folder has
@@ -410,11 +420,20 @@ class SyncerRun:
 
     def _run(self, last_act: Callable[[], object]) -> dict[str, Any]:
         config, run_dir, stop, machine = self._config, self._run_dir, self._stop, self._machine
+        if self._standby:
+            self._pulse.phase("standing by")
+            self._pulse.rest()
+            leading = stand_by(config, run_dir, stop)
+            if leading is None:
+                return {}
+        else:
+            leading = begin_to_lead(config, run_dir)
         mode = mode_of(run_dir, rewind=self._rewind)
-        tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell())
+        copy = None if leading is None else leading.copy
+        tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell(), copy=copy)
         clock, taped = RunClock(run_dir, last_time_s(run_dir / TAPE_FILE) or 0.0), TapedSyncer(machine, tape.put)
         context = SyncerContext(config, run_dir, stop, clock, tape, machine, taped, self._model, self._stats)
-        writer = SnapshotWriter(context)
+        writer = SnapshotWriter(context, lambda path: None if copy is None else copy.copy_snapshot(path))
         exposed, earlier = Exposition(context, writer), NOTHING_EARLIER if mode == FRESH else read_earlier(run_dir)
         band = read_band(config.evaluation) if mode == FRESH else continued_band(config.evaluation, run_dir)
         subtraction = Subtraction(config.evaluation.subtract, machine)
@@ -429,15 +448,16 @@ class SyncerRun:
             # A folder with a tape and without a snapshot could not be resumed.
             if mode == FRESH:
                 preparing.close()
+            if copy is not None:
+                copy.begin(run_dir)
             requests = begin(context, self._initial, mode, clock.now_s())
             tape.flush()
             watch.begins(mode)
             lingers = mode == FAILOVER and machine.over
             numbers = IslandNumbers(run_dir / ISLANDS_FILE, config.islands.names)
             description = self._description._replace(began_unix_s=clock.began_unix_s)
-            start = SyncerStart(
-                mode, machine.epoch, stop, self._fingerprint, description, numbers.number_of, machine.run
-            )
+            about = self._fingerprint, description, numbers.number_of, machine.run
+            start = SyncerStart(mode, machine.epoch, stop, *about, leading)
             self._free_port()
             listener = open_listener(config, run_dir, start)
             watch.listens(listener)
@@ -470,6 +490,9 @@ class SyncerRun:
         summary = self._conclude(watch, writer, tape, ended_s)
         writer.close()
         tape.close()
+        if copy is not None:
+            with suppress(OSError):
+                copy.end()
         return summary
 
     def _conclude(self, watch: Watch, writer: SnapshotWriter, tape: TapeFile, ended_s: float) -> dict[str, Any]:
@@ -491,7 +514,11 @@ class SyncerRun:
             alarms.append(Alarm("unmerged-fragments", "", warning).as_dict())
         summary = {**found, **summary, "alarms": alarms}
         summary |= {"evaluated": watch.eval_loss is not None and found["eval_loss"] is not None}
-        summary |= {"complete": self._machine.finished, "num_parameters": self._num_parameters}
+        summary |= {
+            "requests": watch.requests(),
+            "complete": self._machine.finished,
+            "num_parameters": self._num_parameters,
+        }
         summary |= {"tape_bytes": tape.position, "tape_head": tape.head}
         summary = with_figures("summary", summary)
         write_json(self._run_dir / SUMMARY_FILE, summary)

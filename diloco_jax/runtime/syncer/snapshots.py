@@ -145,10 +145,14 @@ class SnapshotWriter:
     """Takes the snapshots of a run, during it and at its end, and writes one at a time on a separate thread.
 
     A disk failure costs a snapshot, never the run.
+
+    Args:
+        on_saved: Is called with each snapshot that was written, on the thread that wrote it.
     """
 
-    def __init__(self, context: SyncerContext) -> None:
+    def __init__(self, context: SyncerContext, on_saved: Callable[[Path], object] = lambda path: None) -> None:
         self._context = context
+        self._on_saved = on_saved
         self._folder = context.run_dir / CHECKPOINTS
         self._thread = ThreadPoolExecutor(1, "snapshot")
         self._writing: Future[None] | None = None
@@ -216,6 +220,7 @@ class SnapshotWriter:
             return
         self.condition, self.took_s = "", time.monotonic() - began_s
         log.info(f"global step {snapshot.global_step}: snapshot {path.name}")
+        self._on_saved(path)
 
     def _count_piece(self) -> None:
         self._pieces += 1

@@ -40,8 +40,9 @@ from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.machine_alarms import MachineAlarms
 from diloco_jax.runtime.syncer.subtraction import Subtraction
 from diloco_jax.runtime.trackers.outlets import Outlets
-from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.endpoints.probe import versions
+from diloco_jax.transport.session.listener import Listener
+from diloco_jax.transport.store.counts import calls
 
 # Metrics of islands that are summed for all islands together; the others are averaged.
 SUMMED = ("tokens_per_s", "model_flops_per_s")
@@ -94,7 +95,8 @@ class Watch:
         # Tokens of the run when this process last asked for an evaluation.
         self.asked_tokens: int | None = None
         self._book = AlarmBook(self.earlier.episodes)
-        self._listener: GrpcListener | None = None
+        self._listener: Listener | None = None
+        self._listens_s = 0.0
         # Returns the rows of the connected subscribers.
         self.subscribers: Callable[[], list[dict[str, Any]]] = list
         # Newest metrics of each island.
@@ -123,9 +125,9 @@ class Watch:
         host = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
         self._telemetry.write(record | {"versions": versions(), "host": host})
 
-    def listens(self, listener: GrpcListener) -> None:
+    def listens(self, listener: Listener) -> None:
         """Answer requests at this listener from now on, and count its traffic."""
-        self._listener = listener
+        self._listener, self._listens_s = listener, self.context.clock.now_s()
         self.pulse.ready(True)
 
     def on_report(self, report: StepReport, now_s: float) -> None:
@@ -273,6 +275,17 @@ class Watch:
         before = self.earlier.wire
         return {"up_bytes": before["up_bytes"] + received, "down_bytes": before["down_bytes"] + sent}
 
+    def requests(self) -> dict[str, int]:
+        """Return the requests to a bucket, and their bytes, over all processes of the syncer; {} without a bucket."""
+        made = self._listener.requests if self._listener is not None else {}
+        before = self.earlier.requests
+        return {name: before.get(name, 0) + made.get(name, 0) for name in {**before, **made}}
+
+    def _requests_per_s(self, now_s: float) -> float:
+        """Return the requests to a bucket per second since this process listens."""
+        made = self._listener.requests if self._listener is not None else {}
+        return round(calls(made) / max(1.0, now_s - self._listens_s), 3)
+
     def tell(self) -> None:
         """Publish the status: on the listener, for Prometheus, and in the folder, where a write may fail."""
         context = self.context
@@ -295,6 +308,8 @@ class Watch:
             eval_step=self._eval_step,
             eval_scores=self.eval_scores,
             wire=self.wire(),
+            requests=self.requests(),
+            requests_per_s=self._requests_per_s(now_s),
             metrics=self._metrics,
             processes=self._processes,
             awaited=self._awaited,

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.runtime.local.processes import Child, Process
+from diloco_jax.runtime.local.processes import Child, Handle, Process
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.records.files import LOGS, SUMMARY_FILE
 from diloco_jax.runtime.records.signals import stop_on_signals
@@ -23,6 +22,7 @@ from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.chaos.schedule import ChaosFault
 from diloco_jax.tools.page.page import write_report
 from diloco_jax.tools.replay.audit import audit
+from diloco_jax.transport.link import bucket_scheme
 
 DRIVER_STOP_S = 30.0
 
@@ -34,7 +34,9 @@ class ChaosRun(LocalRun):
         if several := next((name for name in config.islands.names if config.island(name).hosts > 1), ""):
             raise ValueError(f"{several} has several hosts, which chaos does not support yet; set islands.hosts to 1")
         super().__init__(config, run_dir, say, stop)
-        self.relays = {name: Relay(self.address) for name in config.islands.names}
+        self.relays: dict[str, Relay] = {}
+        if not bucket_scheme(config.transport.address):
+            self.relays = {name: Relay(self.address) for name in config.islands.names}
 
     def close(self) -> None:
         for relay in self.relays.values():
@@ -50,14 +52,13 @@ class ChaosRun(LocalRun):
             process.send_signal(number)
         return process is not None
 
-    def _process(self, name: str) -> subprocess.Popen[bytes] | None:
+    def _process(self, name: str) -> Handle | None:
         child = self._syncer if name == SYNCER else self._islands.get(name)
         return child.process if child is not None and child.process.poll() is None else None
 
     def _start_island(self, name: str, address: str) -> Child:
-        # The relay looks up the syncer's address at every connection.
-        del address
-        return super()._start_island(name, self.relays[name].address)
+        # The relay looks up the syncer's address at every connection. A bucket has none.
+        return super()._start_island(name, self.relays[name].address if self.relays else address)
 
     def _start(
         self, name: str, arguments: list[str], host: int = 0, told: Mapping[str, str] = MappingProxyType({})
@@ -85,6 +86,8 @@ def run_chaos(
     saboteur = Saboteur(run_dir, run, run.relays)
     islands, steps, silence_s = config.islands.names, config.planned_steps, config.protocol.silence_s
     driver = Driver(schedule, islands, steps, silence_s, run_dir, run, saboteur, say)
+    if not run.relays:
+        say("the address is a bucket, so faults are kills, pauses, wrong values and full disks, and none of a link")
     say(f"run folder {run_dir}, logs in {run_dir / LOGS}, {len(schedule)} faults")
     return run_under(driver, run, config, run_dir, say, stop)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.tools.chaos.relay import Direction
+from diloco_jax.transport.link import bucket_scheme
 
 KINDS = (
     # An island gets SIGKILL.
@@ -51,6 +52,8 @@ SIGNS = (
     # The syncer's certificate is replaced by one that is valid for a day.
     "old-certificate",
 )
+# These faults need a relay between an island and the syncer, which a bucket leaves no place for.
+LINK_KINDS = ("cut", "black-hole", "slow-link", "corrupt", "duplicate", "kill-donor")
 SYNCER_KINDS = {"kill-syncer", "stop-syncer", "full-disk", "block-snapshots", "low-disk", "old-certificate"}
 # Alarms are checked every two seconds, and an island must be slow for ten seconds.
 SIGN_S = 20.0
@@ -98,6 +101,22 @@ class ChaosFault:
         }
         words = f"#{self.number} step {self.at_step}: {self.kind} {self.target}{details.get(self.kind, '')}"
         return words + (f", for {self.duration_s:.1f} s" if self.duration_s else "")
+
+
+def possible_kinds(address: str, given: Sequence[str] = ()) -> Sequence[str]:
+    """Return the kinds of faults to draw: those that are given, else all that the syncer's address allows.
+
+    Raises:
+        ValueError: A given kind needs a relay, and the address is a bucket.
+    """
+    if not bucket_scheme(address):
+        return given or KINDS
+    if wrong := [kind for kind in given if kind in LINK_KINDS]:
+        raise ValueError(
+            f"--kinds has {', '.join(wrong)}, faults of a relay, and transport.address {address} is a bucket, which no "
+            "relay can stand before; choose kills and pauses, such as kill,stop,kill-syncer,stop-syncer"
+        )
+    return given or [kind for kind in KINDS if kind not in LINK_KINDS]
 
 
 def draw_schedule(

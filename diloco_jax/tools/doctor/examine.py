@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.local.machine import count_of, look
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.doctor import machine
+from diloco_jax.tools.doctor.bucket import check_bucket
 from diloco_jax.tools.doctor.link import Side, check_link, dialled
 from diloco_jax.tools.doctor.machine import Check, Status
 from diloco_jax.transport.endpoints.grpc_link import listen
 from diloco_jax.transport.endpoints.probe import SECONDS_MAX
-from diloco_jax.transport.link import check_name, split_address
+from diloco_jax.transport.link import bucket_scheme, check_name, split_address
 from diloco_jax.transport.trust.security import is_loopback
 
 WORDS: dict[Status, str] = {"ok": "ok", "warn": "warn", "fail": "FAIL"}
@@ -36,7 +38,7 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
 
     Args:
       run_dir: the run's folder on this machine.
-      address: host:port of the syncer.
+      address: host:port of the syncer, or a bucket.
       seconds: duration of each measurement of the link's rate.
 
     Raises:
@@ -46,13 +48,15 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
         raise ValueError(f"--seconds is {seconds}; use more than 0, at most {SECONDS_MAX:g}")
     name = check_name(island) if island else SYNCER
     config = config.of_island(island)
-    side = dialled(config.transport, name, address)
+    # A bucket is no host that could be dialled.
+    side = None if bucket_scheme(address) else dialled(config.transport, name, address)
     part = machine.part_of(config, island)
-    local = _is_local(config, side)
+    local = side is not None and _is_local(config, side)
     role = island or ("the syncer and all islands" if local else "the syncer")
     checks = [_check_config(config, island, role, part.parameters)]
     checks.append(machine.check_accelerators(config if local else None, os.environ))
-    checks += check_link(config, side, part, seconds)
+    checks += [] if side is None else check_link(config, side, part, seconds)
+    checks += check_bucket(config, replace(config.transport, address=address)) if side is None else []
     checks.append(machine.check_parts(config, island))
     if not config.model.own:
         checks.append(machine.check_data(config))
@@ -128,6 +132,11 @@ def listening(config: RunConfig) -> Iterator[str]:
     Raises:
       ValueError: the config has no port, or the port cannot be opened.
     """
+    if bucket_scheme(config.transport.address):
+        raise ValueError(
+            f"transport.address {config.transport.address} is a bucket, which nobody listens at; leave out --listen: "
+            "`diloco doctor` on each machine tests the bucket itself"
+        )
     if not split_address(config.transport.address)[1]:
         raise ValueError(
             f"transport.address is {config.transport.address}; --listen needs a port: add "

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diloco_jax.settings.cloud import CloudConfig
-from diloco_jax.settings.providers import Capacity
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.transport.link import split_address
@@ -127,7 +126,7 @@ def slices_of(
                 f"{name} is a {island.slice}, which launch {way} cannot make: its generation has no {lacks[0]}; use "
                 "another way, or write it into islands.generations"
             )
-        asked = asked_of(config.cloud, way, place.capacity)
+        asked = asked_of(config.cloud_of(name), way)
         slices.append(IslandMachines(name, resource, island.slice, island.zone, asked, place.image))
     check_zone("cloud.syncer_zone", syncer_zone(config))
     return slices
@@ -249,21 +248,19 @@ def syncer_words() -> list[str]:
     return ["syncer", CONFIG_PATH, "--run-dir", RUN_DIR]
 
 
-def asked_of(cloud: CloudConfig, way: str, capacity: Capacity) -> Asked:
+def asked_of(cloud: CloudConfig, way: str) -> Asked:
     """Return the request for an island's machines; ValueError if this way cannot provide the capacity or the queue."""
     way = "gke" if way in ON_GKE else way
     if way != "gke" and (unknown := next((name for name in ("queue", "priority_class") if getattr(cloud, name)), "")):
         raise ValueError(
             f"cloud.{unknown} is {getattr(cloud, unknown)!r}, but only launch gke and pathways have queues; remove it"
         )
-    if capacity == "on-demand":
+    if cloud.capacity == "on-demand":
         return Asked()
-    asked = CAPACITY[way].get(capacity)
+    asked = CAPACITY[way].get(cloud.capacity)
     if asked is None:
-        able = " and ".join(name for name, known in CAPACITY.items() if capacity in known)
-        raise ValueError(f"cloud.capacity is {capacity}, which launch {way} cannot request; only {able} can")
-    if capacity == "reservation" and not cloud.reservation:
-        raise ValueError("an island's capacity is reservation, but cloud.reservation is empty; name the reservation")
+        able = " and ".join(name for name, known in CAPACITY.items() if cloud.capacity in known)
+        raise ValueError(f"cloud.capacity is {cloud.capacity}, which launch {way} cannot request; only {able} can")
     names = {"reservation": cloud.reservation, "name": cloud.reservation.rpartition("/")[2]}
     words, label = (tuple(word.format(**names) for word in asked.get(part, ())) for part in ("flags", "selector"))
     return Asked(words, label, asked.get("alpha", False))

@@ -26,6 +26,10 @@ HEALTH_PATH = f"{common.RUN_DIR}/{HEALTH}"
 JOBSET = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.12.0/manifests.yaml"
 # JobSet's controller requests half a processor, which smaller nodes do not have free.
 CONTROLLER_MACHINE = "e2-standard-4"
+# Kueue's check that requests machines of flex-start capacity; all runs of a cluster share it.
+CHECK = "diloco-flex-start"
+# Flags of a pool that may stay empty until there is capacity.
+GROWS = ("--enable-autoscaling", "--min-nodes=0", "--location-policy=ANY")
 
 
 class Pool(NamedTuple):
@@ -53,9 +57,13 @@ def parts(config: RunConfig, slices: list[IslandMachines], needs: Needs, syncer:
             here,
             manifests=names,
             pools=pools(config, region, here, syncer=syncer),
+            queued=[each.name for each in here if config.cloud_of(each.name).queue],
+            by_request=any(_by_request(config, each.name) for each in here),
             certificates={name: common.certificate_files(name) for name in certified},
         )
         files[f"{folder}/common.yaml"] = common_manifest(config, settings)
+        if queued := [each.name for each in here if _by_request(config, each.name)]:
+            files[f"{folder}/admission.yaml"] = render("gke/admission.yaml", check=CHECK, islands=queued)
         files |= {f"{folder}/{each.name}.yaml": island_manifest(config, each, needs) for each in here}
     if syncer:
         files[f"clusters/{syncer_region}/syncer.yaml"] = syncer_manifest(config, needs)
@@ -81,7 +89,7 @@ def common_manifest(config: RunConfig, settings: str) -> str:
 
 def island_manifest(config: RunConfig, each: IslandMachines, needs: Needs) -> str:
     """Return the manifest of an island's JobSet."""
-    cloud = config.cloud
+    cloud = config.cloud_of(each.name)
     return render(
         "gke/island.yaml",
         **everywhere(config) | {"image": each.image},
@@ -150,12 +158,16 @@ def cluster_script(
     manifests: Sequence[str],
     pools: Sequence[Pool],
     certificates: Mapping[str, Sequence[str]],
+    queued: Sequence[str] = (),
+    by_request: bool = False,
 ) -> str:
     """Return the script that creates, configures, starts and deletes everything in one region's cluster.
 
     Args:
       manifests: names of the files, without .yaml, that start the islands.
       certificates: files from `diloco certs` for each secret, by the secret's name after the run's.
+      queued: manifests that wait in a queue of Kueue until they are admitted.
+      by_request: whether Kueue requests machines for some of them.
     """
     return render(
         "gke/cluster.sh",
@@ -166,6 +178,8 @@ def cluster_script(
         by_policy=[each for each in slices if _by_policy(each)],
         pools=pools,
         certificates=certificates,
+        queued=queued,
+        by_request=by_request,
         controller_machine=CONTROLLER_MACHINE,
         jobset=JOBSET,
         private=config.cloud.private,
@@ -181,6 +195,12 @@ def pools(config: RunConfig, region: str, slices: list[IslandMachines], *, synce
     return found
 
 
+def _by_request(config: RunConfig, name: str) -> bool:
+    """Return whether Kueue requests an island's machines before it admits the island."""
+    cloud = config.cloud_of(name)
+    return bool(cloud.queue) and cloud.capacity == "flex-start"
+
+
 def _by_policy(each: IslandMachines) -> bool:
     return each.topology.generation.gke_policy and each.topology.hosts > 1
 
@@ -191,9 +211,13 @@ def _island_pool(config: RunConfig, each: IslandMachines) -> Pool:
     shape = ("--tpu-topology", topology.dims) if topology.hosts > 1 else ()
     shape = ("--placement-policy", each.resource) if _by_policy(each) else shape
     asked, count = each.asked.flags, topology.hosts
-    if "--flex-start" in asked:
+    if each.name not in config.islands.base and "--enable-autoscaling" not in asked:
+        asked = (*asked, *GROWS)
+    if "--enable-autoscaling" in asked:
         # GKE creates the machines when a pod waits for them.
         asked, count = (*asked, "--max-nodes", str(count)), 0
+    if _by_request(config, each.name):
+        asked = (*asked, "--enable-queued-provisioning")
     flags = (*shape, *asked, "--disk-size", str(config.cloud.host_disk_gb))
     return Pool(each.resource, each.zone, topology.machine_type, count, flags)
 

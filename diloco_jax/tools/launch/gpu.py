@@ -145,7 +145,8 @@ def sky(config: RunConfig, needs: Needs, site: Site) -> Plan:
         )
     syncer = common.syncer_name(config)
     address = sky_address(config) if site.syncer else '"$(cat address)"'
-    launch = f"sky jobs launch --yes --detach-run --env SYNCER={address}"
+    # Requests wait at SkyPilot's server, so one island without capacity does not keep the others from their request.
+    launch = f"sky jobs launch --yes --async --env SYNCER={address}"
     start = (f"{launch} {name}.sky.yaml" for name in site.names)
     jobs = (f"sky jobs cancel --yes --name {config.name}-{name}" for name in site.names)
     made, gone = (f"sky launch --yes --detach-run --cluster {syncer} syncer.sky.yaml",), (f"sky down --yes {syncer}",)

@@ -8,7 +8,7 @@ which tests compare with this manifest (decision 0081). Nobody has run these fil
 from typing import NamedTuple
 
 from diloco_jax.runtime.records.signals import ASKED_TO_END, WRONG_INPUT
-from diloco_jax.settings.cloud import AUTO
+from diloco_jax.settings.cloud import AUTO, ExtraConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import CHIPS_PER_HOST, Topology
 from diloco_jax.settings.text import dump
@@ -72,6 +72,10 @@ def check(config: RunConfig, slices: list[IslandMachines]) -> None:
         raise ValueError(
             "launch pathways starts one process for all islands: set islands.controller to single and islands.pathways "
             "to true, or use launch gke for a process per host"
+        )
+    if config.cloud.extra != ExtraConfig():
+        raise ValueError(
+            "cloud.extra is set, but launch pathways starts all islands as one JobSet; remove it, or use launch gke"
         )
     first = slices[0]
     other = next((each for each in slices if each[2:] != first[2:]), None)

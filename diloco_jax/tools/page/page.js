@@ -453,7 +453,7 @@ function drawLoss(run) {
     marks: by ? [] : run.events.filter(event => MARKED.includes(event.kind)), yTitle: metric.replaceAll('_', ' '), settles: metric === 'loss' && !lossRange});
 }
 function drawPace(run) {
-  const {totals, trained} = run.curves, one = (name, points, style = 'k0') => ({name, style, points});
+  const {totals, trained, islands} = run.curves, one = (name, points, style = 'k0') => ({name, style, points});
   // Marks and axes are those of the losses, so that all charts show the same time.
   const about = {xTitle: SINCE, low: 0, marks: run.events.filter(event => MARKED.includes(event.kind))};
   $('pace').hidden = totals.length < 2;
@@ -464,6 +464,8 @@ function drawPace(run) {
     {...about, label: 'Tokens per second', yTitle: 'tokens/s', yForm: short});
   chart($('traffic'), $('traffic-legend'), [one('up', growth(totals, 2)), one('down', growth(totals, 3), 'k1')], tick,
     {...about, label: 'Bytes per second', yTitle: 'bytes/s of all islands', yForm: short});
+  chart($('present'), $('present-legend'), Object.entries(islands).map(([name, points], index) => one(name, points, colour(index))), tick,
+    {...about, label: 'Islands', yTitle: 'islands'});
 }
 // Reads the metrics again, because news do not have them.
 async function refresh() {

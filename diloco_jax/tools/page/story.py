@@ -81,6 +81,7 @@ class Story:
         rounds: merged rounds.
         wire: times with bytes moved up and down.
         totals: times with tokens, and bytes moved up and down, over the whole run.
+        connected: times with the number of connected islands, until the run is complete.
         evals: times with tokens and loss.
         metrics: curves of time and value, by metric and island; those of LOSSES by corpus.
         scores: numbers of the newest evaluation.
@@ -92,6 +93,7 @@ class Story:
     rounds: int = 0
     wire: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=RATE_WORDS))
     totals: Curve = field(default_factory=lambda: Curve(POINTS_KEPT))
+    connected: Curve = field(default_factory=lambda: Curve(POINTS_KEPT))
     evals: Curve = field(default_factory=lambda: Curve(POINTS_KEPT))
     metrics: dict[str, dict[str, Curve]] = field(default_factory=dict)
     bits_per_byte: float | None = None
@@ -101,6 +103,7 @@ class Story:
     end_s: float = 0.0
     # Rounds of each stretch.
     _size: int = 1
+    _finished: bool = False
 
     @property
     def tokens(self) -> int:
@@ -126,6 +129,11 @@ class Story:
         elif kind == "wire":
             self.wire.append((t, record["up_bytes"], record["down_bytes"]))
             self.totals.add(t, self.tokens, record["up_bytes"], record["down_bytes"], count=stands_for(record))
+            # Records of earlier releases do not have the number.
+            if not self._finished and "connected_islands" in record:
+                self.connected.add(t, record["connected_islands"], count=stands_for(record))
+        elif kind == "finished":
+            self._finished = True
         elif kind == "eval" and record["loss"] is not None:
             self.evals.add(t, record["tokens"], record["loss"])
             self.bits_per_byte, self.scores = record["bits_per_byte"], record.get("scores", {})
@@ -195,15 +203,19 @@ class Story:
         return summary
 
     def curves(self, most: int) -> dict[str, Any]:
-        """Return losses (time, tokens of all learners, loss), evaluations, totals, and the rounds of each island."""
+        """Return losses (time, tokens of all learners, loss), evaluations, totals, islands, and the rounds of each."""
         names = list(self.counted()["learners"])
         steps = {name: self.tracks[name].steps.points for name in names}
         cells = [[each.begin_s, each.end_s, each.rounds] for each in self.stretches]
+        merged = [
+            [(each.begin_s + each.end_s) / 2, sum(each.members.values()) / each.rounds] for each in self.stretches
+        ]
         members = {name: [each.members.get(name, 0) for each in self.stretches] for name in names} if cells else {}
         return {
             "loss": {name: few(points, most) for name, points in steps.items() if points},
             "evals": few(self.evals.points, most),
             "totals": few(self.totals.points, most),
+            "islands": {"connected": few(self.connected.points, most), "merged per round": merged},
             "cells": cells,
             "members": members,
         }

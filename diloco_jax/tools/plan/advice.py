@@ -54,7 +54,7 @@ def advise(case: Case) -> list[Advice]:
     """Return one entry per setting with its name, the recommended value, the config's value, and the reason."""
     stripes = stripes_for(case)
     choice = choose(case, stripes)
-    return [*_turns(case, choice), _stripes(case, stripes), *_rate(choice), *_others(choice, stripes)]
+    return [*_turns(case, choice), _stripes(case, stripes), *_rate(choice), *_budget(case), *_others(choice, stripes)]
 
 
 def stripes_for(case: Case) -> int:
@@ -265,7 +265,28 @@ def _rate(choice: ScheduleChoice) -> list[Advice]:
         f"as high for islands with merge.method {config.merge.method} and these periods, so {now:g} is right where "
         f"data parallel has {now / factor:.2g}; our best rates were within a factor of {OFF_BY:g} of this rule"
     )
+    base, names = config.islands.base, config.islands.names
+    if base != names:
+        few, many = (sum(config.island(name).batch_size for name in each) for each in (base, names))
+        why += (
+            f"; with {len(base)} to {len(names)} islands a global step has {few} to {many} sequences, so tune data "
+            "parallel with the number that most of the run will have"
+        )
     return [_entry("optimizer.learning_rate", now, now, why)]
+
+
+def _budget(case: Case) -> list[Advice]:
+    """Advise a budget in tokens if the number of islands may change."""
+    config, steps = case.config, case.config.train.steps
+    base, names = config.islands.base, config.islands.names
+    if base == names or config.train.tokens or config.model.own:
+        return []
+    why = (
+        f"with {len(base)} of {len(names)} islands {steps} global steps train on fewer tokens; a budget of tokens ends "
+        "the run, and moves its learning-rate schedule, by what all islands have trained"
+    )
+    tokens = _entry("train.tokens", steps * config.budget.step_tokens, 0, why)
+    return [tokens, _entry("train.steps", 0, steps, "train.tokens ends the run")]
 
 
 def _others(choice: ScheduleChoice, stripes: int) -> list[Advice]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from diloco_jax.core.codec import FORMATS, Format
 from diloco_jax.sim.goodput.bandwidth import GBIT
 from diloco_jax.tools.plan.case import BITS, BUSY_MAX, PAYLOAD_SHARE, Case
+from diloco_jax.transport.link import bucket_scheme
 
 # No limit is reported beyond this number of islands.
 MANY = 1024
@@ -55,18 +56,20 @@ def growth(case: Case) -> dict[str, Any]:
     wire = case.config.wire
     narrowest = max(FORMATS.index(wire.up), FORMATS.index(wire.down))
     formats = FORMATS[narrowest + 1 :]
-    remedies = {
-        "a bucket as transport": own.learners_max(usable, stored_once=True),
-        "every H doubled": SyncerRates(own.from_each / 2, own.to_each / 2).learners_max(usable),
-        **{f"{way} both ways": syncer_rates(case, way, way).learners_max(usable) for way in formats},
+    once = bool(bucket_scheme(case.config.transport.address))
+    half = SyncerRates(own.from_each / 2, own.to_each / 2)
+    remedies = {} if once else {"a bucket as transport": own.learners_max(usable, stored_once=True)}
+    remedies |= {
+        "every H doubled": half.learners_max(usable, stored_once=once),
+        **{f"{way} both ways": syncer_rates(case, way, way).learners_max(usable, stored_once=once) for way in formats},
     }
-    most = {"link": own.learners_max(usable), "process": own.learners_max(process)}
+    most = {"link": own.learners_max(usable, stored_once=once), "process": own.learners_max(process)}
     return {
         "syncer_link_gbit_per_s": link,
         "given": bool(case.assumed.syncer_link_gbit_per_s),
         "from_each_gbit_per_s": own.from_each,
         "to_each_gbit_per_s": own.to_each,
-        "share": own.share(case.learners, usable),
+        "share": own.share(case.learners, usable, stored_once=once),
         "learners_max": min(most.values()),
         "limit": min(most, key=lambda name: most[name]),
         "link_learners_max": most["link"],

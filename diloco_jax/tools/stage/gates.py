@@ -98,7 +98,7 @@ def with_sites(config: RunConfig, sites: int) -> RunConfig:
     sizes = [own.batch_size or share for own in each.values()]
     return replace(
         config,
-        islands=replace(islands, count=sites, batch_size=share, each=each),
+        islands=replace(islands, count=sites, least=min(islands.least, sites), batch_size=share, each=each),
         train=replace(config.train, batch_size=sum(sizes)),
         protocol=replace(config.protocol, quorum=min(config.protocol.quorum, sites)),
     )

@@ -17,6 +17,8 @@ runtime/figures/facts.py it has these keys:
     episodes        all alarms, those that ended included
     learners        facts of each island, and `process`: its number, if it runs on the syncer's machine
     bans            [{learner, reason}]: banned names (protocol/bans.py)
+    requests        requests to a bucket by kind, and their bytes, over all processes of the syncer; {} without one
+    requests_per_s  of them, since the syncer's process listens
     subscribers     [{subscriber, lacks}]: processes that only receive the model, and the newest values that each lacks
 
 An island's numbers may be null until it has reported a step.
@@ -30,6 +32,7 @@ from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import IslandFacts, RunFacts
 from diloco_jax.runtime.figures.forms import NO_VALUE, format_count, format_duration
 from diloco_jax.runtime.records.liveness import ENDED, StartPhase
+from diloco_jax.transport.store.counts import requests_text
 
 ENDED_SHOWN = 4
 # Condition that is shown for an island that trained until the end of a complete run.
@@ -105,6 +108,8 @@ def describe(status: Mapping[str, Any], phases: Iterable[StartPhase] = ()) -> st
     text += [] if quiet else [f"  {each.name}: {each.words}, for {format_duration(each.ago_s)}" for each in phases]
     # Statuses of older versions do not have these keys.
     text += [corpus_line(row) for row in status.get("corpora", ())]
+    if requests := status.get("requests"):
+        text.append(f"bucket: {status['requests_per_s']:.1f} requests/s of the syncer; {requests_text(requests)}")
     if bans := status.get("bans"):
         text.append(f"banned: {'; '.join('{learner} ({reason})'.format_map(ban) for ban in bans)}")
     if found := status.get("subscribers"):

@@ -25,6 +25,8 @@ from diloco_jax.training.data.tokenizing import EncodedPart, Engine, StorePart, 
 RETRIES_MAX = 3
 # The longest wait for a connection to the cluster.
 REACH_S = 10.0
+# The option of `diloco tokenize`, and what helps if nothing listens there.
+ADDRESS, LEAVE_OUT = "--address", "leave --address out"
 # Parts per core that a task encodes, or that wait in the cluster's memory to be written.
 PARTS_PER_CORE = 2
 
@@ -40,11 +42,9 @@ def on_ray(address: str, workers: int) -> Engine:
         ValueError: Ray is missing. The engine itself raises it if the cluster cannot be reached, if a task fails, or if
             workers are lost again and again.
     """
-    # Ray reads these variables when it is imported. Without the first, it forever repeats a task whose node has no
-    # memory left. Without the second, it sends statistics to a server that the network may block.
+    # Ray reads this variable when it is imported. Without it, Ray forever repeats a task whose node has no memory left.
     os.environ.setdefault("RAY_task_oom_retries", str(RETRIES_MAX))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray = needs("ray", "ray")
+    ray = import_ray()
 
     def engine(parts: Sequence[StorePart]) -> Generator[int, None, None]:
         if not parts:
@@ -57,6 +57,14 @@ def on_ray(address: str, workers: int) -> Engine:
     return engine
 
 
+def import_ray() -> Any:
+    """Return the module of Ray; ValueError with the extra to install if it is missing."""
+    # Ray reads this variable when it is imported. Without it, Ray sends statistics to a server that the network may
+    # block.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    return needs("ray", "ray")
+
+
 @contextmanager
 def _connected(ray: Any, address: str, workers: int) -> Iterator[int]:
     """Yield the number of cores of the cluster; at the end stop it, or only disconnect if it ran before."""
@@ -64,13 +72,13 @@ def _connected(ray: Any, address: str, workers: int) -> Iterator[int]:
     # Each task has one core.
     how["runtime_env"] = {"env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
     if ":" in address:
-        _check_reachable(address)
+        check_reachable(address, ADDRESS, LEAVE_OUT)
     if not address:
         how |= {"num_cpus": workers or len(os.sched_getaffinity(0)), "include_dashboard": False}
     try:
         ray.init(address=address or "local", **how)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise _no_cluster(address or "local", error) from error
+        raise no_cluster(address or "local", error, ADDRESS, LEAVE_OUT) from error
     try:
         cores = int(ray.cluster_resources().get("CPU", 0))
         if cores < 1:
@@ -82,20 +90,26 @@ def _connected(ray: Any, address: str, workers: int) -> Iterator[int]:
         ray.shutdown()
 
 
-def _check_reachable(address: str) -> None:
-    """Refuse an address where nothing listens, because Ray would try it for minutes and write to the terminal."""
+def check_reachable(address: str, setting: str, remedy: str) -> None:
+    """Refuse an address where nothing listens, because Ray would try it for minutes and write to the terminal.
+
+    Args:
+        address: HOST:PORT, or ray://HOST:PORT.
+        setting: the option or setting that names the address, for the message.
+        remedy: what helps beside a start of Ray, for the message.
+    """
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.removeprefix("ray://"), int(port)), REACH_S).close()
     except (OSError, OverflowError, ValueError) as error:
-        raise _no_cluster(address, error) from error
+        raise no_cluster(address, error, setting, remedy) from error
 
 
-def _no_cluster(address: str, error: Exception) -> ValueError:
+def no_cluster(address: str, error: Exception, setting: str, remedy: str) -> ValueError:
+    """Return the error that there is no cluster at an address; the other arguments are those of `check_reachable`."""
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     return ValueError(
-        f"there is no Ray cluster at --address {address} ({first}); start it with ray start --head, or leave "
-        "--address out"
+        f"there is no Ray cluster at {setting} {address} ({first}); start it with ray start --head, or {remedy}"
     )
 
 

@@ -3,9 +3,10 @@
 from functools import partial
 
 from diloco_jax.protocol.messages import HostBlocks
-from diloco_jax.transport.endpoints.grpc_link import GrpcLink, connect
+from diloco_jax.transport.endpoints.ends import AnyLink, connect
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.partials import Partials
+from diloco_jax.transport.store.store import Requests
 
 
 class Dialler:
@@ -32,10 +33,17 @@ class Dialler:
     ) -> None:
         self._blocks = HostBlocks(learner_id, incarnation), statement
         names = {"run_id": run_id, "learner_id": learner_id, "incarnation": incarnation, "host": host, "hosts": hosts}
-        partials = Partials(config.payload_bytes_max, config.resume_s)
-        self._dial = partial(connect, config, partials=partials, **names)  # type: ignore[arg-type]
+        self._requests = Requests()
+        kept = {"partials": Partials(config.payload_bytes_max, config.resume_s), "requests": self._requests}
+        self._dial = partial(connect, config, **kept, **names)  # type: ignore[arg-type]
 
-    def connect(self, epoch: int, number: int = 0, run: str = "") -> GrpcLink:
+    @property
+    def requests(self) -> dict[str, int]:
+        """Return the requests of all links so far to a bucket, and their bytes, by name; {} if none was made."""
+        counts = self._requests.as_dict()
+        return counts if any(counts.values()) else {}
+
+    def connect(self, epoch: int, number: int = 0, run: str = "") -> AnyLink:
         """Open a link of a learner, or of one host of an island of several, by `grpc_link.connect`.
 
         A host that is not the leader sends values with its own bytes, and receives its blocks of every version. Its

@@ -33,10 +33,11 @@ from diloco_jax.transport.session.calls import (
     serialized,
     unanswered,
 )
+from diloco_jax.transport.session.description import DESCRIBE, Description
 from diloco_jax.transport.session.stream import REFUSAL
 from diloco_jax.transport.trust.security import Gate, credentials, diagnose
 
-DESCRIBE, OFFER = "Describe", "Offer"
+OFFER = "Offer"
 LAYOUT_BYTES_MAX = 2 << 20
 VALUES_BYTES = 1 << 20  # per message
 # A caller that sends less than VALUES_BYTES in this time, and no last message, is cut off.
@@ -44,21 +45,6 @@ STALL_S = 60.0
 BUSY, TOO_LATE = "another learner brings the model", "another learner has brought the model"
 
 log = logging.getLogger(__name__)
-
-
-class Description(NamedTuple):
-    """A run, as its syncer describes it: its config as YAML, and the layout of its model, "" while it has none.
-
-    `coming` is true while a learner sends the model.
-    """
-
-    config: str
-    layout: str
-    coming: bool = False
-    # The number of the learner that asked, from 1; 0 if it asked for none, or the syncer gives none.
-    number: int = 0
-    # When the run started, in seconds since 1970. It distinguishes runs with the same name; 0 if unknown.
-    began_unix_s: float = 0.0
 
 
 class ModelOffer(NamedTuple):
@@ -130,11 +116,7 @@ class DescriptionDesk:
                     number = self.number_of(learner_id)
         except (DecodeError, ValueError) as error:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        found = self.description
-        coming, began_unix_s = self._coming(), found.began_unix_s
-        return pb.DescribeReply(
-            config=found.config, layout=found.layout, coming=coming, number=number, began_unix_s=began_unix_s
-        )
+        return self.description._replace(coming=self._coming(), number=number).reply()
 
 
 class ModelDesk:

@@ -6,29 +6,24 @@ one port (session/entrance.py). The module uses gRPC's synchronous API, because 
 connections break often.
 """
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import grpc
 
 from diloco_jax.protocol.messages import (
     SYNCER,
-    EvaluateWithout,
-    GlobalFragment,
     HostBlocks,
     LearnerMessage,
     MetricsReport,
-    SyncerMessage,
 )
 from diloco_jax.protocol.releases import PROTOCOL
-from diloco_jax.transport.endpoints.greeting import DESCRIBE, DescriptionDesk
+from diloco_jax.transport.endpoints.greeting import DescriptionDesk
 from diloco_jax.transport.endpoints.probe import PROBE, ProbeDesk
 from diloco_jax.transport.link import (
     HOST_TYPES,
@@ -38,23 +33,22 @@ from diloco_jax.transport.link import (
     SYNCER_TYPES,
     TO_HOST_TYPES,
     Delivery,
-    LinkClosed,
     Payload,
     Rejected,
-    Traffic,
     TransportConfig,
     TransportError,
-    Version,
     check_name,
     payload_parts,
 )
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import calls
+from diloco_jax.transport.session.description import DESCRIBE, Description
 from diloco_jax.transport.session.dialled import DialledStreams
 from diloco_jax.transport.session.entrance import Entrance
 from diloco_jax.transport.session.inbox import Inbox
-from diloco_jax.transport.session.operator_requests import Operate, OperatorRequest, OperatorRequests
+from diloco_jax.transport.session.listener import Listener
+from diloco_jax.transport.session.operator_requests import OperatorRequest
 from diloco_jax.transport.session.sessions import Refused, SessionBook
 from diloco_jax.transport.session.stream import StreamSession
 from diloco_jax.transport.trust.security import BulkContexts, Denied, Gate, bulk_context, credentials, diagnose
@@ -184,36 +178,20 @@ def _await_ready(session: StreamSession, config: TransportConfig, learner_id: st
     return None if ready else "".join(troubles[:1])
 
 
-class GrpcListener:
-    """The syncer's side, with one inbox for all learners, opened by `listen`.
+class GrpcListener(Listener):
+    """The syncer's side, opened by `listen`.
 
     Attributes:
-        config: Settings of the connections.
         address: Address for learners, with the real port.
-        on_operator: The driver's answer to a request of an operator (`ask_operator`). `receive` calls it, so it runs
-            on the driver's thread. It returns what happens now, in words, or raises ValueError with the reason why
-            nothing happens. None: the answer is that this syncer cannot do it.
-        status_json: The answer to `diloco status`; the driver may replace it at any time.
         desk: Service for `diloco doctor`.
         greeter: Service that describes the run to users' training loops.
     """
 
     def __init__(self, config: TransportConfig, run_id: str, epoch: int, subscribers_max: int, run: str = "") -> None:
-        self.config = config
-        self._inbox = Inbox()
-        # One thread, so that every host gets the versions in their order.
-        self._cutting = ThreadPoolExecutor(1, "diloco-cut")
-        self._book = SessionBook(config, run_id, epoch, self._later, run=run)
-        full = f"this syncer takes {subscribers_max} subscribers: stop one, or raise syncer.subscribers_max"
-        self._subscribers = SessionBook(config, run_id, epoch, known_max=subscribers_max, full=full)
-        self._requests = OperatorRequests(self._inbox.wake)
-        # Only the driver's thread touches it.
-        self._heard: dict[str, StreamSession] = {}
-        self.on_operator: Operate | None = None
+        super().__init__(config, run_id, epoch, subscribers_max, run)
         calls.keep_freed_memory()
         # (learner, host) -> (incarnation, incomplete payloads of its sessions)
         self._partials: dict[tuple[str, int], tuple[int, Partials]] = {}
-        self.status_json = "{}"
         own = credentials(config, SYNCER)
         self._gate = Gate(encrypted=config.encrypted, token=own.token)
         self.desk = ProbeDesk(run_id, self._gate, lambda: self._book.connected)
@@ -235,69 +213,10 @@ class GrpcListener:
         }
         self.address = self._entrance.open(calls.SERVICE, handlers)
 
-    def receive(self, timeout_s: float) -> Delivery | None:
-        """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 does not wait."""
-        item = self._inbox.get(timeout_s)
-        self._requests.answer(self.on_operator)
-        if item is None:
-            return None
-        session, delivery = item
-        if delivery.kind == "message":
-            self._heard[session.peer] = cast(StreamSession, session)
-        elif self._heard.get(session.peer) is session:
-            del self._heard[session.peer]
-        return delivery
-
-    def send(self, peer: str, message: SyncerMessage | EvaluateWithout, payload: Payload = b"") -> bool:
-        """Queue a message to the session that brought the last delivery of `peer`; never blocks.
-
-        Answering the session that was *heard*, rather than the newest, keeps a returning learner from getting messages
-        for its previous incarnation.
-
-        Returns:
-            False, and nothing is sent, when that session is over or has just been cut because its queue is full: its
-            "disconnected" delivery is in the inbox, or was received already.
-
-        Raises:
-            ValueError: The message or its payload can never be sent (wrong type, too large).
-        """
-        parts = payload_parts(message, payload, SYNCER_TYPES, self.config.payload_bytes_max)
-        session = self._heard.get(peer)
-        if session is None:
-            return False
-        try:
-            session.send(message, parts)
-        except LinkClosed:
-            return False
-        return True
-
-    def send_version(self, peer: str, message: GlobalFragment, version: Version) -> bool:
-        """Queue a version as `send` does; each of a learner's several hosts gets its blocks of it.
-
-        Returns:
-            False as `send` does. Hosts get their blocks later, so the end of their sessions is only a delivery.
-        """
-        session = self._heard.get(peer)
-        hosts = None if session is None else self._book.hosts_of(session)
-        if session is None or hosts is None:
-            return self.send(peer, message, version.payload)
-        hosts.send_version(message, version)
-        return session.open
-
-    def _later(self, do: Callable[[], None]) -> None:
-        """Call a function on the thread that cuts versions, unless the listener is closed."""
-        # A closed listener has no sessions that could get a version.
-        with contextlib.suppress(RuntimeError):
-            self._cutting.submit(do)
-
-    def wake(self) -> None:
-        """Make a waiting `receive` return None at once; any thread may call it."""
-        self._inbox.wake()
-
-    @property
-    def traffic(self) -> Traffic:
-        """Return the bytes received from and sent to all learners so far."""
-        return self._inbox.traffic
+    def announce(self, settings: Mapping[str, str], description: Description, number_of: Callable[[str], int]) -> None:
+        super().announce(settings, description, number_of)
+        self.desk.settings = dict(settings)
+        self.greeter.description, self.greeter.number_of = description, number_of
 
     def _tell(self, request: bytes, context: Any) -> pb.StatusReply:
         """Answer `diloco status`."""
@@ -321,15 +240,10 @@ class GrpcListener:
         ok, message = self._requests.ask(request)
         return pb.DrainReply(ok=ok, message=message)
 
-    def stop_admitting(self) -> list[StreamSession]:
-        """Refuse every new session from now on, and return the open ones."""
-        self._requests.close()
-        return [*self._book.stop_admitting(), *self._subscribers.stop_admitting()]
-
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all sessions; safe to call again."""
         self._entrance.stop_judging()
-        sessions = self.stop_admitting()
+        sessions = [each for each in self.stop_admitting() if isinstance(each, StreamSession)]
         # What was sent before is in the queues of the sessions then.
         self._cutting.shutdown(wait=True)
         self._entrance.close(sessions, "closed by the syncer", grace_s)
@@ -357,6 +271,7 @@ class GrpcListener:
         held = calls.read_holdings(metadata)
         calls.check_connections(header, self.config)
         session = book.admit(header, partial(self._make_subscription if subscribes else self._make_session, header))
+        assert isinstance(session, StreamSession), "this listener makes no other ones"
         if session.header.stripes != header.stripes:
             raise Refused(f"this session has {session.header.stripes} bulk connections, not {header.stripes}")
         if not session.bind(session.control, context.cancel):

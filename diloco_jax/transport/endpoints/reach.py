@@ -4,12 +4,16 @@ gRPC retries in silence, so a wrong address would be noticed only after the time
 connection, and sends nothing.
 """
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable
 
-from diloco_jax.transport.link import TransportConfig, TransportError, split_address
+from diloco_jax.transport.link import TransportConfig, TransportError, bucket_scheme, check_address, split_address
+from diloco_jax.transport.store.bucket import Bucket
+from diloco_jax.transport.store.requests import await_leader
+from diloco_jax.transport.store.store import StoreError
 from diloco_jax.transport.trust.security import proxy_of
 
 REACH_S = 2.0  # one attempt
@@ -29,6 +33,9 @@ def await_listener(
         ValueError: This is not an address.
         TransportError: Nobody listened there for `config.connect_timeout_s`.
     """
+    if bucket_scheme(config.address):
+        _await_leader(config, setting, say, stop)
+        return
     host, port = split_address(config.address, setting)
     # The proxy may reach an address that a socket cannot reach.
     if proxy_of(config.address):
@@ -49,6 +56,21 @@ def await_listener(
                 f"{setting}, or raise transport.connect_timeout_s"
             )
         stop.wait(AGAIN_S)
+
+
+def _await_leader(
+    config: TransportConfig, setting: str, say: Callable[[str], object], stop: threading.Event | None
+) -> None:
+    """Wait until a syncer leads the run in a bucket; raises as `await_listener`."""
+    check_address(config.address, setting)
+    bucket, over = Bucket(config), stop or threading.Event()
+    found = None
+    # An unreachable store is reported at the end of the wait.
+    with contextlib.suppress(StoreError):
+        found = bucket.leader()
+    if found is None:
+        say(f"no syncer is at {config.address} yet; waiting up to {config.connect_timeout_s:g} s for it to start")
+        await_leader(bucket, time.monotonic() + config.connect_timeout_s, over.is_set)
 
 
 def _trouble(host: str, port: int, timeout_s: float) -> str:

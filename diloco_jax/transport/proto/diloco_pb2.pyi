@@ -956,3 +956,45 @@ class HostWant(_message.Message):
 class HostStop(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Batch(_message.Message):
+    __slots__ = ("read", "fetched", "entries", "refused", "final")
+    READ_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    read: int
+    fetched: int
+    entries: _containers.RepeatedCompositeFieldContainer[Entry]
+    refused: str
+    final: bool
+    def __init__(self, read: _Optional[int] = ..., fetched: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ..., refused: _Optional[str] = ..., final: bool = ...) -> None: ...
+
+class Entry(_message.Message):
+    __slots__ = ("frame", "bulk", "payload")
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    BULK_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    frame: bytes
+    bulk: bool
+    payload: str
+    def __init__(self, frame: _Optional[bytes] = ..., bulk: bool = ..., payload: _Optional[str] = ...) -> None: ...
+
+class Question(_message.Message):
+    __slots__ = ("method", "name", "request")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    name: str
+    request: bytes
+    def __init__(self, method: _Optional[str] = ..., name: _Optional[str] = ..., request: _Optional[bytes] = ...) -> None: ...
+
+class Answer(_message.Message):
+    __slots__ = ("reply", "problem")
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    reply: bytes
+    problem: str
+    def __init__(self, reply: _Optional[bytes] = ..., problem: _Optional[str] = ...) -> None: ...

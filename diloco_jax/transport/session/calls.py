@@ -22,6 +22,7 @@ from diloco_jax.transport.link import (
     STRIPES_MAX,
     TransportConfig,
     TransportError,
+    bucket_scheme,
     check_free,
     check_name,
 )
@@ -32,6 +33,7 @@ from diloco_jax.transport.session.operator_requests import OperatorRequest
 from diloco_jax.transport.session.refusals import REFUSALS
 from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.session.stream import DENIALS, REFUSAL, StreamSession
+from diloco_jax.transport.store.requests import ask_in_bucket
 from diloco_jax.transport.trust.security import Credentials, Denied, credentials, diagnose, is_loopback
 
 SERVICE, OPEN, STATUS, DRAIN, OPERATE = "diloco.v1.Syncer", "Open", "Status", "Drain", "Operate"
@@ -210,6 +212,8 @@ def ask(config: TransportConfig, method: str, request: bytes, read: Callable[[by
         ValueError: Our own certificate, key or token cannot be used, or the address is not loopback and plaintext was
             not allowed.
     """
+    if bucket_scheme(config.address):
+        return ask_in_bucket(config, method, request, read, name)
     own = credentials(config, name, owner=False)
     with open_channel(config, own) as channel:
         call = channel.unary_unary(f"/{SERVICE}/{method}", response_deserializer=read)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from diloco_jax.protocol.messages import AnchorValue, FragmentValue, HostBlocks, Message, StepReport
 from diloco_jax.protocol.reports import merged_report
+from diloco_jax.transport.commands import Command, Reply
 from diloco_jax.transport.link import Delivery, Traffic, TransportConfig, is_bulk
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
@@ -162,8 +163,12 @@ class Session:
         """Return the number of cut versions that wait to be sent."""
         return 0
 
+    def send(self, message: Message | Command | Reply, parts: tuple[memoryview, ...]) -> None:
+        """Queue a message; LinkClosed if the session is over, or its queue is full, which ends it."""
+        raise NotImplementedError
+
     def fail(self, reason: str) -> None:
-        """End the session because of what the peer sent."""
+        """End the session with a reason."""
         raise NotImplementedError
 
     def finish(self, reason: str, *, tell: bool = True) -> bool:

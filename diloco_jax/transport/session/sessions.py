@@ -34,8 +34,7 @@ from diloco_jax.transport.link import (
     payload_parts,
 )
 from diloco_jax.transport.proto import diloco_pb2 as pb
-from diloco_jax.transport.session.inbox import HostPart
-from diloco_jax.transport.session.stream import StreamSession
+from diloco_jax.transport.session.inbox import HostPart, Session
 
 CLOSING = "the syncer is closing"
 # The listener remembers this many learners, so that it recognises older processes of a name.
@@ -152,14 +151,14 @@ class HostSessions:
         later: Calls a function on the one thread that cuts versions.
     """
 
-    def __init__(self, leader: StreamSession, later: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(self, leader: Session, later: Callable[[Callable[[], None]], object]) -> None:
         self.leader = leader
         self._later = later
         self._lock = threading.Lock()
         # Held while one value is joined and delivered, so that at most one whole value waits for room in the inbox.
         self._joining = threading.Lock()
         self._parts = HostParts(leader.hosts, leader.config.payload_bytes_max)
-        self._sessions: dict[int, StreamSession] = {}
+        self._sessions: dict[int, Session] = {}
         limits = leader.config.queue_payloads_max, leader.config.payload_bytes_max
         self._unsent = [UnsentVersions(*limits) for _ in range(leader.hosts)]
         self._over = False
@@ -167,11 +166,11 @@ class HostSessions:
         self.refusal = ""
         self.add(leader)
 
-    def get(self, host: int) -> StreamSession | None:
+    def get(self, host: int) -> Session | None:
         with self._lock:
             return self._sessions.get(host)
 
-    def add(self, session: StreamSession) -> None:
+    def add(self, session: Session) -> None:
         """Bind a session to the others: they end together, and its values are parts of the learner's values."""
         with self._lock:
             self._sessions[session.host] = session
@@ -245,7 +244,7 @@ class HostSessions:
                 unsent.versions.popleft()
                 unsent.cuts.append((CutFragment(message, digest), make_payload))
 
-    def _send_next(self, session: StreamSession, unsent: UnsentVersions) -> None:
+    def _send_next(self, session: Session, unsent: UnsentVersions) -> None:
         """Send the next cuts to a host; a payload may be a copy, so few of them wait in the queue to it."""
         while session.cuts_waiting < CUTS_MAX:
             with self._lock:
@@ -330,14 +329,14 @@ class SessionBook:
         self._lock = threading.Lock()
         self._leader_came = threading.Condition(self._lock)
         # Sessions with missing connections, by name.
-        self._opening: dict[tuple[object, ...], StreamSession] = {}
+        self._opening: dict[tuple[object, ...], Session] = {}
         # The leaders' sessions by learner.
-        self._newest: dict[str, StreamSession] = {}
+        self._newest: dict[str, Session] = {}
         # The host sessions of learners in `_newest` that have several hosts.
         self._hosts: dict[str, HostSessions] = {}
         self._closed = False
 
-    def admit(self, header: pb.Header, make: Callable[[], StreamSession]) -> StreamSession:
+    def admit(self, header: pb.Header, make: Callable[[], Session]) -> Session:
         """Return the session that a header names; create it if the name is new.
 
         The caller has checked the peer's credentials. This method ends no other session, because `establish` does.
@@ -360,7 +359,7 @@ class SessionBook:
                 session = self._opening[_name(header)] = make()
             return session
 
-    def establish(self, session: StreamSession) -> None:
+    def establish(self, session: Session) -> None:
         """Establish a session that has all of its connections.
 
         A leader's session replaces the earlier one of its learner. The session of another host waits for the leader's,
@@ -393,16 +392,16 @@ class SessionBook:
                 raise
             self._replace(session)
 
-    def hosts_of(self, leader: StreamSession) -> HostSessions | None:
+    def hosts_of(self, leader: Session) -> HostSessions | None:
         """Return the sessions of all hosts of the learner with this leader; None if it is the only one, or replaced."""
         with self._lock:
             found = self._hosts.get(leader.header.sender)
             return found if found is not None and found.leader is leader else None
 
-    def _is_opening(self, session: StreamSession) -> bool:
+    def _is_opening(self, session: Session) -> bool:
         return self._opening.get(_name(session.header)) is session
 
-    def _established(self, header: pb.Header, host: int) -> StreamSession | None:
+    def _established(self, header: pb.Header, host: int) -> Session | None:
         """Return the session of a learner's host if it is open, and so are all its connections."""
         known = self._newest.get(header.sender)
         if known is None or _stamp(known.header) != _stamp(header) or not known.open:
@@ -411,7 +410,7 @@ class SessionBook:
             return known
         return self._hosts[header.sender].get(host) if header.sender in self._hosts else None
 
-    def _replace(self, session: StreamSession) -> None:
+    def _replace(self, session: Session) -> None:
         learner_id = session.header.sender
         # Removed first, so that the newest session comes last.
         known = self._newest.pop(learner_id, None)
@@ -425,7 +424,7 @@ class SessionBook:
             self._hosts[learner_id] = HostSessions(session, self._later)
         self._leader_came.notify_all()
 
-    def _wait_for_leader(self, session: StreamSession) -> None:
+    def _wait_for_leader(self, session: Session) -> None:
         """Wait, without the lock, until the learner has a session at least as new.
 
         The wait lasts at most half of the dialling side's timeout.
@@ -438,7 +437,7 @@ class SessionBook:
 
         self._leader_came.wait_for(came, timeout=self.config.connect_timeout_s / 2)
 
-    def _add_host(self, session: StreamSession) -> None:
+    def _add_host(self, session: Session) -> None:
         who = f"host {session.host} of {session.header.sender!r}"
         leader = self._established(session.header, 0)
         if leader is None:
@@ -509,7 +508,7 @@ class SessionBook:
         """Return the number of learners with an open session."""
         return sum(session.open for session in list(self._newest.values()))
 
-    def stop_admitting(self) -> list[StreamSession]:
+    def stop_admitting(self) -> list[Session]:
         """Refuse every new session from now on, and return the open ones."""
         with self._lock:
             self._closed = True

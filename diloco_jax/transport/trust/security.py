@@ -30,6 +30,7 @@ from diloco_jax.transport.link import (
     SYNCER_HOST,
     TransportConfig,
     TransportError,
+    bucket_scheme,
     split_address,
 )
 from diloco_jax.transport.trust.names import Defect, OutOfDate, learner_names
@@ -89,7 +90,7 @@ def credentials(config: TransportConfig, name: str, *, owner: bool = True, serve
         ValueError: A file is missing, too large, damaged or expired, belongs to another name or another authority; or
             plaintext would leave this machine without permission.
     """
-    token = _read_token(config.token_file)
+    token = read_token(config)
     metadata = ((TOKEN_KEY, token),) if token else ()
     if not config.encrypted:
         _check_plaintext(config)
@@ -179,7 +180,8 @@ class BulkContexts:
 
 
 def _check_plaintext(config: TransportConfig) -> None:
-    if is_loopback(config.address):
+    # What is in a bucket is sealed, or the bucket refuses it (store/bucket.py).
+    if bucket_scheme(config.address) or is_loopback(config.address):
         return
     token = bool(config.token_file)
     if not config.allow_plaintext:
@@ -224,7 +226,9 @@ def _read(setting: str, path: str, limit: int = PEM_BYTES_MAX) -> bytes:
     return content
 
 
-def _read_token(path: str) -> bytes:
+def read_token(config: TransportConfig) -> bytes:
+    """Return the secret that all processes of the run share; b"" if there is none. ValueError if it cannot be read."""
+    path = config.token_file
     if not path:
         return b""
     token = _read("token_file", path, TOKEN_BYTES_MAX).strip()

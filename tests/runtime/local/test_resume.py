@@ -31,7 +31,7 @@ from diloco_jax.settings.text import load
 from diloco_jax.tools.replay.script import fingerprint_of, inputs
 from diloco_jax.transport.session.calls import ask_status
 from tests.limits import HANGS_S
-from tests.runtime.helpers import SLOW_STEP_S, call, json_lines, replayed, run, trained, wait_for
+from tests.runtime.helpers import SLOW_STEP_S, call, json_lines, replayed, run, set_pace, trained, wait_for
 from tests.runtime.syncer.test_failover import STEPS, Job, check_end, folder, tape_of
 from tests.runtime.syncer.test_snapshots import damage
 
@@ -107,23 +107,31 @@ def status_of_the_dead(run_dir: Path) -> None:
 @pytest.mark.net
 def test_a_stopped_run_resumes_and_its_tape_records_it(folder: Path) -> None:
     """The snapshot of the stop is one that the machine never asked for; a syncer that fails over must know it too."""
-    numbers = {"sync_every": 6, "num_fragments": 6, "snapshot_every": 20, "quorum": 2}
-    # Each of 80 global steps has 8 sequences of 32 tokens.
-    tokens = 80 * 256 - 100
-    job = Job(folder, SLOW_STEP_S, train={"steps": 0, "tokens": tokens, "eval_every": 0}, protocol=numbers)
-    job.reached(23)
+    every, planned = 8, 80
+    numbers = {"sync_every": 6, "num_fragments": 6, "snapshot_every": every, "quorum": 2}
+    # Each of the global steps has 8 sequences of 32 tokens.
+    tokens = planned * 256 - 100
+    # Islands train on while rounds wait for a loaded machine, and the budget counts their steps. So the steps are slow
+    # up to the kill: a wait of a minute and a half does not use the budget up.
+    set_pace(pace := folder / "pace", 1.5)
+    job = Job(folder, pace, train={"steps": 0, "tokens": tokens, "eval_every": 0}, protocol=numbers)
+    job.reached(every + 1)
     job.process.send_signal(signal.SIGINT)
     job.process.communicate(timeout=HANGS_S)
     assert job.process.returncode == 130
     stop = complete(job.run_dir / "checkpoints")[0]
-    assert int(stop.name.removeprefix("step_")) % 20, "the stop came just where a snapshot was due: not what is tested"
+    assert int(stop.name.removeprefix("step_")) % every, (
+        "the stop came just where a snapshot was due: not what is tested"
+    )
     job.process = job.begin("--resume")
     job.reached(int(stop.name.removeprefix("step_")) + 1, epoch=2)
     damage(stop)
     os.kill(job.pid_of("syncer"), signal.SIGKILL)
+    job.reached(1, epoch=3)
+    set_pace(pace, SLOW_STEP_S)
     _, summary = job.finish()
     assert summary["complete"] and summary["merged_tokens"] >= tokens
-    check_budget(job.run_dir)
+    check_budget(job.run_dir, planned)
     for told in (call("audit", job.run_dir), run("replay", job.run_dir)):
         assert told.returncode == 0, told.stdout + told.stderr
 
@@ -158,7 +166,7 @@ def contents(run_dir: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
 
-def check_budget(run_dir: Path) -> None:
+def check_budget(run_dir: Path, planned: int) -> None:
     """The run ended with the merge that reached its tokens, and the learning rate went all the way with them."""
     config, numbers = load(run_dir / "config.yaml"), [0]
     machine = Syncer(config.protocol, 0, fingerprint_of(run_dir / "tape.jsonl"), budget=config.budget)
@@ -167,10 +175,10 @@ def check_budget(run_dir: Path) -> None:
     assert numbers[-2] < config.train.tokens <= numbers[-1] and machine.finished
     newest = max((run_dir / "tapes").glob("island-0.*.jsonl"), key=lambda path: int(path.name.split(".")[1]))
     clocks = [line[2] for line in map(json.loads, newest.read_text().splitlines()) if line[0] == "step"]
-    assert clocks == sorted(clocks) and config.planned_steps == 80
+    assert clocks == sorted(clocks) and config.planned_steps == planned
     # after the syncer was away a merge brings many steps at once; the last one ends the run, so nobody steps after it
     heard, slack = numbers[-2] // 256, config.protocol.overlap_steps + 2
-    assert heard - slack <= clocks[-1] <= 80 + slack, (clocks[-5:], numbers[-3:])
+    assert heard - slack <= clocks[-1] <= planned + slack, (clocks[-5:], numbers[-3:])
 
 
 def test_a_tape_that_ends_in_no_line_of_a_tape_is_named(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ from diloco_jax.runtime.own_loop.trees import LoopState
 from diloco_jax.runtime.records.checkpoint import PARAMETERS, CheckpointReader, save
 from diloco_jax.settings.run import RunConfig, SyncerConfig
 from diloco_jax.settings.text import dump
-from diloco_jax.transport.endpoints.greeting import Description
 from diloco_jax.transport.endpoints.grpc_link import listen
 from diloco_jax.transport.link import TransportConfig, TransportError
+from diloco_jax.transport.session.description import Description
 from tests.runtime.helpers import (
     ROOT,
     call,

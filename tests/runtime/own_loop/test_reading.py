@@ -1,5 +1,6 @@
 """Islands that read their own data in real processes: killed and returned, their batches are those of one reading."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -97,15 +98,34 @@ def check_sequence(folder: Path, name: str, want: list[list[int]], host: int = 0
     return at, len(before) - at
 
 
+def saved_whole(run_dir: Path, name: str) -> bool:
+    """Whether an island has a state that its next incarnation continues from, and the tape has its line.
+
+    The island writes the line when it starts to save, and the record of the state last.
+    """
+    taped = {tuple(line[1:]) for path in tapes_of(run_dir, name) for line in json_lines(path) if line[0] == "saved"}
+    for record in (run_dir / "states" / name).rglob("step_*.json"):
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            content = json.loads(record.read_text())
+            _, local_step, global_step, *_ = content["name"]
+            if "loader" in content and (local_step, global_step) in taped:
+                return True
+    return False
+
+
+def tapes_of(run_dir: Path, name: str) -> list[Path]:
+    """The tapes of an island's incarnations, oldest first."""
+    return sorted((run_dir / "tapes").glob(f"{name}.*"))
+
+
 def kill_once(process: "subprocess.Popen[str]", run_dir: Path, name: str) -> None:
     """Kill an island that has saved a state, and wait until it makes steps again."""
-    wait_for(lambda: any((run_dir / "states" / name).rglob("step_*.loader")), f"a saved state of {name}", process)
+    wait_for(lambda: saved_whole(run_dir, name), f"a saved state of {name}", process)
     os.kill(island_pid(run_dir, name), signal.SIGKILL)
     wait_for(lambda: notes(run_dir, "joined", name) == 2, f"the return of {name}", process)
 
     def steps_again() -> bool:
-        newest = max((run_dir / "tapes").glob(f"{name}.*"), key=lambda path: path.name)
-        return sum(line[0] == "step" for line in json_lines(newest)) > 5
+        return sum(line[0] == "step" for line in json_lines(tapes_of(run_dir, name)[-1])) > 5
 
     wait_for(steps_again, f"steps of {name}", process)
 

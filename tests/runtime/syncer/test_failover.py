@@ -42,7 +42,7 @@ FRAGMENTS = 6
 class Job:
     """A small run of two islands with snapshots, in the background."""
 
-    def __init__(self, folder: Path, step_s: float = STEP_S, **changes: Any) -> None:
+    def __init__(self, folder: Path, step_s: float | Path = STEP_S, **changes: Any) -> None:
         self.run_dir, self._step_s = folder / "run", step_s
         self.config = write_config(
             folder,
@@ -88,7 +88,7 @@ class Job:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Yield a folder, and end the processes of its run after the test."""
+    """Yield a folder, and end the processes of its run after the test, also of one that failed."""
     yield tmp_path
     kill_processes(tmp_path)
 

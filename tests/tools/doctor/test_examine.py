@@ -28,9 +28,10 @@ from diloco_jax.tools.doctor.machine import Check, ProcessPart, part_of
 from diloco_jax.tools.doctor.probing import Greeting, Rate, greet
 from diloco_jax.training.models.config import OWN, ModelConfig
 from diloco_jax.transport.endpoints import grpc_link, probe
-from diloco_jax.transport.endpoints.greeting import Description, ModelDesk
+from diloco_jax.transport.endpoints.greeting import ModelDesk
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import TransportError
+from diloco_jax.transport.session.description import Description
 from diloco_jax.transport.trust import certificates, security
 from tests.limits import HANGS_S
 from tests.runtime.helpers import write_config

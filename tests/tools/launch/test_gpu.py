@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from diloco_jax.cli.main import main
 from tests.limits import SLOW_HANGS_S
 from tests.sockets import free_port
-from tests.tools.launch.helpers import GPU, TESTDATA
+from tests.tools.launch.helpers import GPU, TESTDATA, plan
 
 # A job runs at once, its tasks side by side; the node is this machine.
 STAND_INS = {
@@ -68,3 +69,12 @@ def test_slurm_trains_to_the_end_on_emulated_hosts(tmp_path: Path) -> None:
                 os.killpg(started.pid, signal.SIGKILL)
     assert not started.returncode and not (out / "requeued").exists(), told
     assert json.loads((out / "run" / "summary.json").read_text(encoding="utf-8"))["complete"], told
+
+
+def test_only_extra_islands_of_sky_are_spot_and_no_request_waits_for_another() -> None:
+    planned = plan("sky", *GPU, "--islands.least", "1", "--cloud.extra.capacity", "spot")
+    tasks = [yaml.safe_load(planned.files[f"island-{n}.sky.yaml"]) for n in (0, 1)]
+    assert [task["resources"]["use_spot"] for task in tasks] == [False, True]
+    assert [line.split()[:5] for line in planned.create if " jobs launch " in line] == [
+        ["sky", "jobs", "launch", "--yes", "--async"]
+    ] * 2

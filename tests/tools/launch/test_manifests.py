@@ -27,6 +27,12 @@ VARIANTS = (
 )
 
 
+# The first island has a reservation; the second one comes when there is capacity.
+EXTRA = ("--islands.least", "1", "--cloud.capacity", "reservation", "--cloud.reservation", "mine")
+EXTRA += ("--cloud.queue", "team", "--cloud.priority_class", "high")
+FLEX = (*EXTRA, "--cloud.extra", '{"capacity": "flex-start", "queue": "spare", "priority_class": "low"}')
+
+
 def problems(jobset: dict[str, Any]) -> list[str]:
     """Hold a JobSet against its own schema, and its template against that of Jobs."""
     import jsonschema
@@ -102,6 +108,35 @@ def test_an_island_is_one_slice_and_restarts_as_a_whole() -> None:
             "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
         }
         assert "MEGASCALE" not in yaml.safe_dump(each)
+
+
+@pytest.mark.extra("dev")
+def test_extra_islands_wait_in_their_queue_until_kueue_has_machines_for_them() -> None:
+    import jsonschema
+
+    kinds = json.loads((TESTDATA / "kueue_crds.json").read_text(encoding="utf-8"))
+    config, check = (next(iter(of_kind(kind, *FLEX))) for kind in kinds)
+    assert [[*jsonschema.Draft202012Validator(kinds[each["kind"]]).iter_errors(each)] for each in (config, check)] == [
+        [],
+        [],
+    ]
+    assert check["spec"]["parameters"]["name"] == config["metadata"]["name"] == check["metadata"]["name"]
+    jobsets = {each["metadata"]["name"]: each for each in of_kind("JobSet", *FLEX)}
+    assert [problems(each) for each in jobsets.values()] == [[], []]
+    for name, queue, priority, label in (
+        ("small-island-0", "team", "high", ("cloud.google.com/reservation-name", "mine")),
+        ("small-island-1", "spare", "low", ("cloud.google.com/gke-flex-start", "true")),
+    ):
+        pod = jobsets[name]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        assert jobsets[name]["spec"]["suspend"] is True and pod["priorityClassName"] == priority
+        assert jobsets[name]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == queue
+        assert label in pod["nodeSelector"].items()
+
+
+def test_only_queued_islands_are_suspended_and_only_flex_start_is_requested() -> None:
+    assert all("suspend" not in each["spec"] for each in of_kind("JobSet"))
+    assert not of_kind("AdmissionCheck", *EXTRA)
+    assert not of_kind("AdmissionCheck", "--cloud.capacity", "flex-start"), "GKE's autoscaler does without Kueue"
 
 
 @pytest.mark.parametrize(

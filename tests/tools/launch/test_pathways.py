@@ -94,6 +94,10 @@ def test_what_is_mounted_is_there() -> None:
     ("overrides", "said"),
     [
         (
+            ("--islands.least", "1", "--cloud.extra.capacity", "spot"),
+            "cloud.extra is set, but launch pathways starts all islands as one JobSet",
+        ),
+        (
             ("--islands.pathways", "False", "--islands.controller", "processes"),
             "set islands.controller to single and islands.pathways to true",
         ),

@@ -14,6 +14,7 @@ import pytest
 from tests.limits import HANGS_S
 from tests.tools.launch.gcloud_flags import EVERYWHERE, FLAGS, command_of, flags_of
 from tests.tools.launch.helpers import GPU, Stage, plan
+from tests.tools.launch.test_manifests import EXTRA, FLEX
 
 WAYS = ("gke", "pathways", "gce", "tpu-vm")
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
@@ -140,6 +141,30 @@ def test_tpu_vm_says_how_to_replace_what_was_preempted(tmp_path: Path) -> None:
     assert result.returncode == 1 and "island-0 is SUSPENDED" in result.stderr and "delete && " in result.stderr
 
 
+def test_an_extra_island_waits_and_is_created_once(tmp_path: Path) -> None:
+    stage, script = Stage(tmp_path, plan("gke", *FLEX)), "clusters/europe-west4/cluster.sh"
+    stage.run("diloco", "certs", "certs", "--learners", "island-0,island-1")
+    assert stage.run(script, "create").returncode == 0
+    (pool,) = gcloud(stage.calls, "small-island-1")[1:]
+    assert {"--flex-start", "--enable-queued-provisioning", "--min-nodes=0"} <= {*pool}
+    assert pool[pool.index("--num-nodes") + 1] == "0"
+    assert stage.run(script, "configure").returncode == 0
+    assert "clusters/europe-west4/admission.yaml" in [words[-1] for words in stage.calls if "apply" in words]
+    started = {}
+    for there in ("nothing", "all"):
+        assert stage.run(script, "start", there=there).returncode == 0
+        started[there] = [words[3] for words in stage.calls if words[-1].endswith("island-1.yaml")]
+    assert started == {"nothing": ["get", "create"], "all": ["get"]}
+    assert "small-island-0" not in " ".join(map(" ".join, stage.calls)), "it is in another cluster"
+
+
+def test_the_pool_of_an_extra_spot_island_is_empty_until_there_is_capacity() -> None:
+    files = plan("gke", *EXTRA, "--cloud.extra.capacity", "spot").files
+    first, second = (files[f"clusters/{region}/cluster.sh"] for region in ("us-east5", "europe-west4"))
+    grows = "--num-nodes 0 --spot --enable-autoscaling --min-nodes=0 --location-policy=ANY --max-nodes 1"
+    assert grows in second and "--enable-autoscaling" not in first and "--reservation mine" in first
+
+
 def test_wrong_verb_says_which_there_are(stage: Stage) -> None:
     result = stage.run("./syncer.sh", "creat")
     assert result.returncode == 2 and "create" in result.stderr
@@ -151,9 +176,10 @@ VARIANTS = (
     ("--cloud.capacity", "reservation", "--cloud.reservation", "mine", "--cloud.private", "True", "--cloud.nat", "out"),
     ("--cloud.capacity", "flex-start"),
     ("--islands.each", "{}", "--islands.topology", "tpu7x:2x2x2", "--islands.zone", "us-central1-c"),
+    FLEX,
 )
 # So many of the variants above are tried for each way.
-TRIED = {"gke": 5, "pathways": 2, "gce": 3, "tpu-vm": 4}
+TRIED = {"gke": 6, "pathways": 2, "gce": 3, "tpu-vm": 4}
 
 
 def calls_of_gcloud(recorded: Recorded) -> list[list[str]]:

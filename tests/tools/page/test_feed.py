@@ -23,6 +23,7 @@ from tests.tools.page.made import (
     joined,
     lost,
     made_run,
+    note,
     one_round,
     status,
     step,
@@ -42,7 +43,8 @@ def test_the_whole_says_what_the_records_say(tmp_path: Path) -> None:
     rounds = {"cells": [[4.5, 4.5, 1]], "members": {"a": [1], "b": [0]}}
     # Tokens and bytes; seconds of training and of both islands since the first step began.
     growth = {"totals": [[1.6, 0, 0, 0], [4.6, 30, 300, 600]], "trained": [[4.6, 3.0, 7.2]]}
-    assert told["curves"] == {"loss": loss, "evals": [], **rounds, **growth}
+    islands = {"connected": [], "merged per round": [[4.5, 1.0]]}
+    assert told["curves"] == {"loss": loss, "evals": [], **rounds, **growth, "islands": islands}
     assert told["status"]["state"] == "running" and told["summary"]["samples"] == FATES
     assert told["summary"]["wire"] == {"up_bytes": 300, "down_bytes": 600} and told["logs"] == ["a", "syncer"]
     assert told["rate"] == pytest.approx({"up_per_s": 100.0, "down_per_s": 200.0}) and told["alarms"] == []
@@ -81,6 +83,20 @@ def test_the_drift_of_each_island_is_a_curve_and_no_event(tmp_path: Path) -> Non
     assert curves["drift_norm_ratio"]["b"] == [[5.0, 1.0], [6.0, 2.0], [7.0, 3.0]]
     assert [curves["drift_cosine"][name] for name in "ab"] == [[[5.0, 0.5], [7.0, 0.25]]] * 2
     assert "drift" not in {event["kind"] for event in told["events"]}
+
+
+def test_the_number_of_islands_is_a_curve_until_the_run_is_complete(tmp_path: Path) -> None:
+    folder = made_run(tmp_path)
+    counts = ((5.0, 2), (6.0, 6), (7.0, 3))
+    append(folder, *(wire(t, 1, 300, 600) | {"connected_islands": count} for t, count in counts))
+    # The rounds of the made run have one member; two more have two and six.
+    append(folder, note("merged", 6.5, 2, "a", "b"), note("merged", 6.75, 3, *"abcdef"))
+    append(folder, note("finished", 8.0, 3), wire(9.0, 3, 300, 600) | {"connected_islands": 0})
+    feed = RunFeed(folder)
+    feed.look()
+    islands = feed.whole()["curves"]["islands"]
+    assert islands["connected"] == [[t, count] for t, count in counts]
+    assert islands["merged per round"] == [[4.5, 1], [6.5, 2], [6.75, 6]]
 
 
 def test_the_loss_on_each_corpus_is_a_curve(tmp_path: Path) -> None:

@@ -214,9 +214,10 @@ def test_a_browser_shows_it_without_a_server(tmp_path: Path) -> None:
         # The loss comes before the tables, and shows when island b was lost and came back.
         heads = browser.run("[...document.querySelectorAll('main h2')].map(e => e.textContent)")
         assert (
-            heads.index("Loss and other metrics") < heads.index("Islands") and "Goodput, speed and traffic" in heads[3]
+            heads.index("Loss and other metrics") < heads.index("Islands")
+            and "Goodput, speed, traffic and islands" in heads[3]
         )
-        append(folder, step("a", 9.0, 3, 30), wire(9.5, 1, 900, 600))
+        append(folder, step("a", 9.0, 3, 30), wire(9.5, 1, 900, 600) | {"connected_islands": 1})
         browser.open(write_report(folder).as_uri())
         marked = "[...document.querySelectorAll('#loss .mark title')].map(e => e.textContent)"
         assert browser.until(f"({marked}).length && {marked}") == [
@@ -227,6 +228,8 @@ def test_a_browser_shows_it_without_a_server(tmp_path: Path) -> None:
         assert names == ["a", "b", "mean of the islands, smoothed"]
         shown = "document.querySelectorAll('#trained polyline, #speed polyline, #traffic polyline').length"
         assert browser.run(shown) == 4, "goodput, tokens/s, bytes up and down"
+        present = "document.querySelector('#present svg').getAttribute('aria-label')"
+        assert browser.run(present) == "Islands: connected 1.000, merged per round 1.000"
         assert browser.run("document.documentElement.scrollWidth") <= 360
         assert browser.problems == []
     finally:

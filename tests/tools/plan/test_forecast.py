@@ -308,6 +308,20 @@ def test_a_good_link_changes_nothing() -> None:
     assert all(each["why"] for each in advice)
 
 
+def test_a_run_whose_islands_come_and_go_is_advised_a_budget_of_tokens() -> None:
+    case = small(islands={"least": 1})
+    train, count = case.config.train, case.config.islands.count
+    assert changes(case) == {"train.tokens": train.steps * train.batch_size * train.seq_len, "train.steps": 0}
+    (rate,) = (each["why"] for each in advise(case) if each["setting"] == "optimizer.learning_rate")
+    assert f"with 1 to {count} islands a global step has {train.batch_size // count} to {train.batch_size} seq" in rate
+    assert not changes(small(islands={"least": 1}, train=changes_of_train(case)))
+
+
+def changes_of_train(case: Case) -> Changes:
+    """Return the advised settings of the section train, without its name."""
+    return {name.removeprefix("train."): value for name, value in changes(case).items()}
+
+
 @pytest.mark.parametrize("round_trip_ms", [100.0, 300.0])
 def test_what_waiting_costs(round_trip_ms: float) -> None:
     given = replace(QUIET, round_trip_ms=round_trip_ms, tcp_window_mb=64.0)

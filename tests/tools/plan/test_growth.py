@@ -53,16 +53,19 @@ def ten_steps(up: float, down: float) -> Rounds:
     )
 
 
-def case(learners: int, up: float, down: float, **assumed: float) -> Case:
+def case(learners: int, up: float, down: float, address: str = "127.0.0.1:0", **assumed: float) -> Case:
     """Return a stand-in for a case whose rounds move `up` and `down` bytes, half as much in each narrower format."""
 
     def rounds(up_way: str | None = None, down_way: str | None = None) -> Rounds:
         less = 0.5 ** (FORMATS.index(up_way) - FORMATS.index("int4")) if up_way else 1.0
         return ten_steps(up * less, down * less)
 
-    wire = SimpleNamespace(up="int4", down="int4")
+    wire, transport = SimpleNamespace(up="int4", down="int4"), SimpleNamespace(address=address)
     found = SimpleNamespace(
-        learners=learners, rounds=rounds, config=SimpleNamespace(wire=wire), assumed=Assumptions(**cast("Any", assumed))
+        learners=learners,
+        rounds=rounds,
+        config=SimpleNamespace(wire=wire, transport=transport),
+        assumed=Assumptions(**cast("Any", assumed)),
     )
     return cast("Case", found)
 
@@ -79,6 +82,10 @@ def test_most_islands_by_hand() -> None:
     assert found["remedies"] == {bucket: 6, "every H doubled": 12, "int2 both ways": 12, "ternary both ways": 25}
     # Where broadcasts are the larger part, a bucket that stores each once serves more.
     assert growth(case(4, 0.625e9, 1.25e9, syncer_link_gbit_per_s=10.0))["remedies"][bucket] == 12
+    stored = growth(case(4, 0.625e9, 1.25e9, "s3://bucket/run", syncer_link_gbit_per_s=10.0))
+    assert stored["link_learners_max"] == 12 and bucket not in stored["remedies"]
+    # Broadcasts take 1 and contributions 4 x 0.5 Gbit/s.
+    assert stored["share"] == pytest.approx(2 / 9.2)
     # The links of sites are the default.
     assert growth(case(4, 1.25e9, 1.25e9, link_gbit_per_s=2.0))["link_learners_max"] == 1
 

@@ -18,10 +18,11 @@ import pytest
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.doctor.probing import greet, measure
 from diloco_jax.transport.endpoints import greeting, probe
-from diloco_jax.transport.endpoints.greeting import Description, ModelDesk, ask_description, offer_model
+from diloco_jax.transport.endpoints.greeting import ModelDesk, ask_description, offer_model
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener, listen
 from diloco_jax.transport.link import TransportConfig, TransportError
 from diloco_jax.transport.session.calls import SERVICE, ask_operator, ask_status, open_channel
+from diloco_jax.transport.session.description import Description
 from diloco_jax.transport.session.operator_requests import ADMIT, DRAIN, OperatorRequest
 from diloco_jax.transport.trust.security import credentials
 from tests.limits import HANGS_S

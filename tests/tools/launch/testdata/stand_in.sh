@@ -4,7 +4,7 @@ printf '%s\0' "${0##*/}" "$@" $'\x1e' >>"$CALLS"
 case "$*" in
   *"value(address)"* | *jsonpath*) echo 10.1.2.3 ;;
   *"value(state.state)"*) echo "${STATE:-ACTIVE}" ;;
-  *" describe "*)
+  *" describe "* | *" get -f "*)
     if [ "$THERE" = nothing ]; then echo "ERROR: it was not found" >&2; exit 1; fi
     if [ "$THERE" = unknown ]; then echo "ERROR: your login has expired" >&2; exit 1; fi
     ;;

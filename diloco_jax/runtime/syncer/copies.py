@@ -1,0 +1,241 @@
+"""The copy of a run's tape and snapshots in its bucket, and the folder that a standby makes of it."""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.runtime.records.files import (
+    CHECKPOINTS,
+    CLOCK_FILE,
+    ISLANDS_FILE,
+    TAPE_FILE,
+    complete_checkpoints,
+    global_step_of,
+)
+from diloco_jax.runtime.records.tape_file import LINE_BYTES_MAX, TapeStopped, raw_lines
+from diloco_jax.transport.store import names
+from diloco_jax.transport.store.bucket import Bucket, Leader
+from diloco_jax.transport.store.store import StoreError
+
+PIECE_BYTES = 16 << 20
+OBJECT_BYTES_MAX = PIECE_BYTES + LINE_BYTES_MAX
+MANIFEST_BYTES_MAX = 16 << 20
+# Snapshots in the bucket: the newest, and the one before, which a standby may be reading.
+SNAPSHOTS_KEPT = 2
+AGAIN_S = 1.0
+# A copy is looked for among this many epochs.
+EPOCHS_MAX = 20
+# Small files that a standby needs besides.
+FILES = (CLOCK_FILE, ISLANDS_FILE)
+
+log = logging.getLogger(__name__)
+
+
+class TapeCopy:
+    """The copy of the tape that the leader keeps; the tape's thread calls it."""
+
+    def __init__(self, bucket: Bucket, leader: Leader) -> None:
+        self._bucket = bucket
+        self._epoch = leader.epoch
+
+    def begin(self, run_dir: Path) -> None:
+        """Copy the tape so far, then delete earlier copies, which it replaces; StoreError if the store fails."""
+        tape, position = run_dir / TAPE_FILE, 0
+        waiting, size = list[bytes](), 0
+        for line in raw_lines(tape) if tape.exists() else ():
+            waiting.append(line + b"\n")
+            size += len(line) + 1
+            if size >= PIECE_BYTES:
+                self._bucket.write(names.on_tape(self._epoch, position), b"".join(waiting))
+                position, waiting, size = position + size, [], 0
+        if waiting:
+            self._bucket.write(names.on_tape(self._epoch, position), b"".join(waiting))
+        self.copy_files(run_dir)
+        self._bucket.write(names.base(self._epoch), b"complete")
+        earlier = [key for key in self._bucket.store.list("copy/") if key < names.copy(self._epoch)]
+        self._bucket.store.delete(earlier)
+
+    def copy_files(self, run_dir: Path) -> None:
+        """Copy the small files of the folder; StoreError if the store fails."""
+        for name in FILES:
+            with contextlib.suppress(FileNotFoundError):
+                self._bucket.write(f"{names.copy(self._epoch)}{name}", (run_dir / name).read_bytes())
+
+    def __call__(self, position: int, data: bytes) -> None:
+        """Copy lines of the tape, and return when they are safe and this process still leads.
+
+        Raises:
+            StoreError: The store does not answer; the same position may be written again, with more lines.
+            TapeStopped: Another process leads the run.
+        """
+        self._bucket.write(names.on_tape(self._epoch, position), data)
+        if self._bucket.store.exists(names.leader(self._epoch + 1)):
+            raise TapeStopped("another process leads the run")
+
+    def copy_snapshot(self, path: Path) -> None:
+        """Copy a snapshot; the manifest comes last. A failure is logged: the one before stays."""
+        prefix = names.snapshot(global_step_of(path), self._epoch)
+        try:
+            files = [each for each in sorted(path.rglob("*")) if each.is_file()]
+            manifest: list[tuple[str, int]] = [(str(each.relative_to(path)), each.stat().st_size) for each in files]
+            count = 0
+            for name, _ in manifest:
+                with (path / name).open("rb") as file:
+                    while piece := file.read(PIECE_BYTES):
+                        self._bucket.write(f"{prefix}{count:012}", piece)
+                        count += 1
+            self._bucket.write(f"{prefix}{names.MANIFEST}", json.dumps(manifest).encode())
+            self.copy_files(path.parent.parent)
+            self._prune()
+        except OSError as error:
+            log.warning(f"{path.name} is not in the bucket, a standby would start from an earlier one: {error}")
+
+    def _prune(self) -> None:
+        found = _snapshots(self._bucket)
+        kept = {prefix for prefix, _ in found[:SNAPSHOTS_KEPT]}
+        keys = self._bucket.store.list(names.SNAPSHOT)
+        self._bucket.store.delete([key for key in keys if key.rpartition("/")[0] + "/" not in kept])
+
+    def end(self) -> None:
+        """Delete the copy at the end of the run; StoreError if the store fails."""
+        if not self._bucket.store.exists(names.leader(self._epoch + 1)):
+            self._bucket.delete_below(names.copy(self._epoch))
+            self._bucket.delete_below(names.SNAPSHOT)
+
+
+class Mirror:
+    """A standby's folder: it follows the copy of the newest leader's tape, and its newest snapshot."""
+
+    def __init__(self, bucket: Bucket, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._bucket = bucket
+        self._epoch = 0
+        self._position = 0
+        self._last = ""
+        self._draft = run_dir / f"{TAPE_FILE}.standby"
+        self._snapshot = ""
+
+    def refresh(self, epoch: int) -> bool:
+        """Fetch what is new of the newest complete copy, and return whether something was; StoreError as the store."""
+        newest = self._newest(epoch)
+        if newest is None:
+            return False
+        if newest != self._epoch:
+            self._epoch, self._position, self._last = newest, 0, ""
+            self._draft.unlink(missing_ok=True)
+        found = False
+        prefix = f"{names.copy(newest)}tape/"
+        for key in sorted(self._bucket.store.list(prefix, after=self._last)):
+            # A listing may be late: what is missing shows up with the next one.
+            if names.number_of(key) != self._position:
+                break
+            content = self._bucket.read(key, OBJECT_BYTES_MAX)
+            if content is None:
+                break
+            with self._draft.open("ab") as file:
+                file.write(content)
+            self._position, self._last, found = self._position + len(content), key, True
+        with contextlib.suppress(ValueError):
+            self._fetch_snapshot()
+        return found
+
+    def _check_newest(self, ours: int) -> None:
+        """Raise ValueError if a later process leads the run: it may have replaced the copy that is wanted here."""
+        if self._bucket.store.exists(names.leader(ours + 1)):
+            raise ValueError("another process has become the run's syncer meanwhile")
+
+    def _complete(self) -> bool:
+        return not self._epoch or self._bucket.store.exists(names.base(self._epoch))
+
+    def _newest(self, epoch: int) -> int | None:
+        """Return the newest epoch with a complete copy, up to `epoch`; None if there is none.
+
+        A copy is deleted only after a later one is complete. So a look from the earliest to the latest finds one,
+        whatever happens meanwhile.
+        """
+        first = max(1, self._epoch, epoch - EPOCHS_MAX)
+        found = [each for each in range(first, epoch + 1) if self._bucket.store.exists(names.base(each))]
+        return found[-1] if found else None
+
+    def finish(self, epoch: int) -> None:
+        """Fetch everything after this process claimed the run, and make the folder that of the run.
+
+        Args:
+            epoch: Of the leader that was lost.
+
+        Raises:
+            ValueError: There is no copy of a tape, or a later process leads the run.
+        """
+        while True:
+            try:
+                # A leader that has claimed the run before this process may delete the copy that is being read, after
+                # it has completed its own one.
+                while self.refresh(epoch) or not self._complete():
+                    self._check_newest(epoch + 1)
+                self._fetch_files()
+                break
+            except StoreError as error:
+                log.warning(f"the bucket does not answer, trying again: {error}")
+                time.sleep(AGAIN_S)
+        if not self._draft.exists():
+            self._check_newest(epoch + 1)
+            raise ValueError("the run has no copy of a tape in its bucket; set syncer.standby for its syncer")
+        os.replace(self._draft, self.run_dir / TAPE_FILE)
+
+    def _fetch_files(self) -> None:
+        for name in FILES:
+            content = self._bucket.read(f"{names.copy(self._epoch)}{name}", MANIFEST_BYTES_MAX)
+            if content is not None:
+                (self.run_dir / name).write_bytes(content)
+
+    def _fetch_snapshot(self) -> None:
+        found = _snapshots(self._bucket)
+        if not found or found[0][0] == self._snapshot:
+            return
+        prefix, step = found[0]
+        content = self._bucket.read(f"{prefix}{names.MANIFEST}", MANIFEST_BYTES_MAX)
+        if content is None:
+            return
+        folder = self.run_dir / CHECKPOINTS
+        draft, target = folder / f"standby_{step}", folder / f"step_{step:08d}"
+        shutil.rmtree(draft, ignore_errors=True)
+        if not self._fetch_files_of(prefix, json.loads(content), draft):
+            return
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(draft, target)
+        self._snapshot = prefix
+        for old in complete_checkpoints(folder)[SNAPSHOTS_KEPT:]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _fetch_files_of(self, prefix: str, manifest: Any, draft: Path) -> bool:
+        """Write the files of a snapshot; False if a piece is gone, because a newer snapshot has replaced it."""
+        count = 0
+        for name, size in manifest:
+            path = (draft / str(name)).resolve()
+            if not path.is_relative_to(draft.resolve()):
+                raise ValueError(f"a snapshot has a file {str(name)[:80]!r} outside of it")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                while file.tell() < size:
+                    piece = self._bucket.read(f"{prefix}{count:012}", PIECE_BYTES)
+                    if not piece:
+                        return False
+                    file.write(piece)
+                    count += 1
+        return True
+
+
+def _snapshots(bucket: Bucket) -> list[tuple[str, int]]:
+    """Return prefix and step of the complete snapshots in a bucket, newest first."""
+    found = []
+    for key in bucket.store.list(names.SNAPSHOT):
+        prefix, _, last = key.rpartition("/")
+        step = prefix.removeprefix(names.SNAPSHOT).partition(".")[0]
+        if last == names.MANIFEST and step.isdecimal():
+            found.append((f"{prefix}/", int(step)))
+    return sorted(found, reverse=True)
