@@ -13,13 +13,11 @@ from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX, RECOVERY_TURNS_MAX, WA
 from diloco_jax.protocol.turns import Periods
 from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds
 from diloco_jax.tools.budget.figures import size
-from diloco_jax.tools.plan.case import Case, changed
+from diloco_jax.tools.plan.case import BUSY_MAX, Case, changed
 from diloco_jax.tools.plan.forecast import recovery, wait
 from diloco_jax.tools.plan.rates import OFF_BY, rate_factor
 from diloco_jax.transport.link import STRIPES_MAX
 
-# The share of a link that rounds may fill on average, because joins, repairs and states need the rest.
-BUSY_MAX = 0.7
 # The range of tau: the paper's value, and the largest one that does not cost quality (arXiv 2501.18512).
 OVERLAP_MIN, OVERLAP_MAX = 2, 5
 # The advised limit of a transfer's time over its expected time.
@@ -44,7 +42,7 @@ class ScheduleChoice(NamedTuple):
     @property
     def busy(self) -> float:
         """Return the planned rate over the payload rate of the link, or the syncer's load if that is more."""
-        return max(self.rounds.planned_gbit_per_s / self.rate, self.case.syncer_busy)
+        return max(self.rounds.planned_gbit_per_s / self.rate, self.case.syncer_busy, self.case.syncer_link_busy)
 
     @property
     def fits(self) -> bool:

@@ -13,6 +13,7 @@ from diloco_jax.core.fragments import Fragment
 from diloco_jax.runtime.island.adoptions import THREADS_MAX
 from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.slices import gpu_peak_flops
 from diloco_jax.sim.goodput.bandwidth import Rounds
 from diloco_jax.sim.goodput.settings import Assumptions
 from diloco_jax.tools.budget.memory import base_parameters, held_elements, num_parameters
@@ -24,6 +25,8 @@ from diloco_jax.training.flops import model_flops
 PAYLOAD_SHARE = 0.92
 # Share of a window per round trip that one connection moves in practice; docs/benchmarks.md.
 WINDOW_SHARE = 2 / 3
+# The share of a link that rounds may fill on average, because joins, repairs and states need the rest.
+BUSY_MAX = 0.7
 # Bits of a byte.
 BITS = 8
 # Inner step for unknown chips, from the paper's Table 13.
@@ -114,6 +117,12 @@ class Case:
         """Return the mean traffic of all rounds over what the syncer's process can carry."""
         return self.learners * self.rounds().planned_gbit_per_s / BITS / self.assumed.syncer_gb_per_s
 
+    @property
+    def syncer_link_busy(self) -> float:
+        """Return the mean traffic of all rounds over what the syncer's own link carries; 0 if no link was given."""
+        usable = self.assumed.syncer_link_gbit_per_s * PAYLOAD_SHARE
+        return self.learners * self.rounds().planned_gbit_per_s / usable if usable else 0.0
+
     def rounds(self, up: Format | None = None, down: Format | None = None) -> Rounds:
         """Describe one learner's rounds, in the given formats or the config's."""
         assumed = self.assumed
@@ -183,10 +192,16 @@ def changed(case: Case, **sections: Mapping[str, Any]) -> Case:
 def _timed(config: RunConfig, each: IslandOutline, assumed: Assumptions) -> TimedKind:
     if assumed.step_s:
         return TimedKind(each, assumed.step_s, "given")
-    topology, seq_len = each.kind.topology, config.train.seq_len
-    if not topology:
-        return TimedKind(each, ASSUMED_STEP_S, "assumed, as no chips are named; say --step-s")
+    topology, seq_len, gpu = each.kind.topology, config.train.seq_len, each.kind.island.accelerator
+    gpu_flops = gpu_peak_flops(gpu) if gpu and not topology else None
+    if topology is None and gpu_flops is None:
+        unnamed = f"the peak of {gpu} is unknown" if gpu else "no chips are named"
+        return TimedKind(each, ASSUMED_STEP_S, f"assumed, as {unnamed}; say --step-s")
+    if topology is not None:
+        peak_flops, chips = topology.peak_flops, str(topology)
+    else:
+        peak_flops, chips = (gpu_flops or 0.0) * each.kind.chips, f"{each.kind.chips} {gpu}"
     shapes, batch = each.blueprint.shapes, each.kind.island.batch_size
     flops = model_flops(config.model, shapes, batch, seq_len, config.data.soft_tokens).flops
-    how = f"model FLOPs at {assumed.mfu:.0%} of the peak of {topology}"
-    return TimedKind(each, flops / (topology.peak_flops * assumed.mfu), how)
+    how = f"model FLOPs at {assumed.mfu:.0%} of the peak of {chips}"
+    return TimedKind(each, flops / (peak_flops * assumed.mfu), how)

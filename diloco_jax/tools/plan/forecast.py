@@ -26,6 +26,8 @@ from diloco_jax.sim.goodput.settings import YEAR_S
 from diloco_jax.tools.budget.memory import moments_on_host
 from diloco_jax.tools.budget.needs import link_needs, syncer_needs
 from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case
+from diloco_jax.tools.plan.growth import growth
+from diloco_jax.tools.plan.prices import prices
 from diloco_jax.tools.plan.verdict import verdict
 from diloco_jax.training.whole_state.moving import MovingLayout
 
@@ -257,8 +259,8 @@ def cost(case: Case, goodput: float) -> dict[str, Any]:
     moved = case.learners * (rounds.up_total_bytes + rounds.down_total_bytes) / rounds.sync_every * steps
     ring = 2 * case.parameters * ring_factor(case.sites) * case.sites * steps
     found: dict[str, Any] = {"egress_gb_per_day": moved / 1e9, "data_parallel_egress_gb_per_day": ring / 1e9}
-    if assumed.price_per_chip_hour:
-        found["chips_per_day"] = 24 * case.chips * assumed.price_per_chip_hour
+    if priced := prices(case):
+        found |= priced
         found["chips_wasted_per_day"] = (1 - goodput) * found["chips_per_day"]
     if assumed.price_per_egress_gb:
         found["egress_per_day"] = moved / 1e9 * assumed.price_per_egress_gb
@@ -298,6 +300,7 @@ def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "link": link_state(case),
         "latency": latency_rows(case),
         "syncer": load,
+        "growth": growth(case),
         "memory": {
             "islands": [kind.outline.as_dict() for kind in case.kinds],
             "syncer": syncer_needs(case.run)[0]._asdict(),

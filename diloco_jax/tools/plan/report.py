@@ -6,6 +6,7 @@ from typing import Any
 
 from diloco_jax.sim.goodput.bandwidth import UTILISATIONS
 from diloco_jax.tools.budget.figures import count, duration, size
+from diloco_jax.tools.plan.growth import MANY
 from diloco_jax.tools.plan.verdict import describe_verdict
 
 Row = Mapping[str, Any]
@@ -22,7 +23,7 @@ def describe(result: Row) -> str:
         _rates(result),
         _link(result["link"], tau),
         _latency(result["latency"]),
-        _syncer(result["syncer"]),
+        _syncer(result["syncer"]) + _growth(result["growth"]),
         _memory(result["memory"]),
         _recovery(result["recovery"]),
         _goodput(result["goodput"], result["run"]),
@@ -131,6 +132,25 @@ def _syncer(load: Row) -> list[str]:
     ]
 
 
+def _growth(found: Row) -> list[str]:
+    link, most, process = found["syncer_link_gbit_per_s"], found["link_learners_max"], found["process_learners_max"]
+    rates = (
+        f"each island sends it {found['from_each_gbit_per_s']:.3g} and gets {found['to_each_gbit_per_s']:.3g} Gbit/s"
+    )
+    assumed = "" if found["given"] else " (assumed: --syncer-link-gbit-per-s)"
+    instead = ", ".join(f"{name} {_islands(count)}" for name, count in found["remedies"].items())
+    return [
+        f"              {rates}",
+        f"              its link of {link:.3g} Gbit/s{assumed} serves up to M = {_islands(most)}, its process "
+        f"{_islands(process)}",
+        f"              the link serves up to M, with one change: {instead}",
+    ]
+
+
+def _islands(count: int) -> str:
+    return f"{count} or more" if count >= MANY else str(count)
+
+
 def _memory(memory: Row) -> list[str]:
     lines: list[str] = []
     for each in memory["islands"]:
@@ -188,11 +208,27 @@ def _cost(cost: Row) -> list[str]:
             f"              chips cost {cost['chips_per_day']:,.2f}, including {cost['chips_wasted_per_day']:,.2f} for "
             "steps lost to failures"
         )
+        lines += _of_islands(cost["islands"])
     if "egress_per_day" in cost:
         lines.append(
             f"              traffic costs {cost['egress_per_day']:,.2f}, with data parallel "
             f"{cost['data_parallel_egress_per_day']:,.2f}"
         )
+    return lines
+
+
+def _of_islands(rows: list[Row]) -> list[str]:
+    """Format the price of each island, if islands differ."""
+    if len(rows) < 2:
+        return []
+    lines = []
+    for row in rows:
+        names, where = row["islands"], f" in {row['where']}" if row["where"] else ""
+        whose = names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
+        at = f" at {row['provider']}" if row["provider"] else ""
+        unknown = row["price_per_chip_hour"] is None
+        price = "no price, not counted" if unknown else f"{row['per_day']:,.2f}"
+        lines.append(f"                {whose}: {row['machine']}{at}{where}: {price}")
     return lines
 
 

@@ -14,7 +14,7 @@ from diloco_jax.cli.commands import make_parser
 from diloco_jax.settings.slices import Topology
 from diloco_jax.settings.text import load, parse
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.write import WAYS
+from diloco_jax.tools.launch.sites import WAYS
 from diloco_jax.transport.trust.certificates import make as make_certificates
 from diloco_jax.transport.trust.security import credentials
 from tests.tools.launch.helpers import CONFIGS, TESTDATA, plan
