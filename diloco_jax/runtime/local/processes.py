@@ -34,7 +34,7 @@ READ_BYTES, TEXT_MAX = 1 << 20, 400
 
 
 class Handle(Protocol):
-    """What the supervisor uses of a subprocess.Popen; a process on another machine offers the same."""
+    """Handle of a process, with what the supervisor uses of a subprocess.Popen; on another machine too."""
 
     @property
     def pid(self) -> int: ...
