@@ -81,7 +81,7 @@ class Nodes:
 
 
 def patiently(begin: Callable[[], Any]) -> Any:
-    """Start a node; begin again if it does not start within Ray's own limit of 30 s, as on a busy machine."""
+    """Start a node; try again if it does not start within Ray's own limit of 30 s, as on a busy machine."""
     for _ in range(8):
         before = {*descendants([os.getpid()])}
         try:
