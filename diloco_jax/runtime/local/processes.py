@@ -34,7 +34,7 @@ READ_BYTES, TEXT_MAX = 1 << 20, 400
 
 
 class Handle(Protocol):
-    """The part of a subprocess.Popen that the supervisor uses; a process on another machine offers it, too."""
+    """Handle of a process, with what the supervisor uses of a subprocess.Popen; on another machine too."""
 
     @property
     def pid(self) -> int: ...

@@ -263,7 +263,7 @@ class Request:
     def _status_of(self, error: Exception) -> int:
         """Return the exit status that stands for an error of Ray, and write the reason to the island's log.
 
-        A node that is lost is no failure of the island.
+        The loss of a node does not count as a failure of the island.
         """
         lost: list[Mapping[str, Any]] = []
         # Ray may be lost as a whole.

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from diloco_jax.runtime.local.processes import Process
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, TERMINATED, WRONG_INPUT
 from diloco_jax.tools.ray import request
 from diloco_jax.tools.ray.host import HostProcess, Launch
-from diloco_jax.tools.ray.request import Placement, Request, options_of, waiting
+from diloco_jax.tools.ray.request import Placement, RemoteProcess, Request, options_of, waiting
 from tests.limits import HANGS_S
 
 
@@ -155,6 +156,15 @@ def test_errors_of_ray_have_a_status(tmp_path: Path, alive: bool, error: Excepti
     made, process, _ = asked(ray, tmp_path)
     assert ended(made) == status
     assert said in process.describe_exit() and ray.removed == 1
+
+
+def test_a_kill_that_ray_cannot_deliver_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "KILL_S", 0.01)
+    process = RemoteProcess()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0)
+    process.kill()
+    assert process.wait() == process.poll() == -signal.SIGKILL
 
 
 NODES = [
