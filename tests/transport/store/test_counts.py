@@ -1,7 +1,7 @@
 """Counters of requests to a bucket against requests that are made one by one."""
 
 from diloco_jax.transport.store.counts import calls, requests_text
-from diloco_jax.transport.store.store import Requests, ObjectStore
+from diloco_jax.transport.store.store import ObjectStore, Requests
 
 
 def test_a_store_counts_what_is_asked_of_it() -> None:

@@ -12,7 +12,7 @@ from diloco_jax.transport.store.leftovers import delete_left, find_left, is_aliv
 from diloco_jax.transport.store.store import ObjectStore
 
 HEADER = pb.Header(sender="a.b-c_d", incarnation=1700000000000, session=5, host=3)
-SESSION = names.session(7, HEADER)
+SESSION = names.session(7, names.session_name(HEADER))
 OURS = [
     names.leader(7),
     names.alive(7),
