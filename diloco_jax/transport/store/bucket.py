@@ -51,7 +51,7 @@ class Bucket:
 
     Args:
         config: Settings with a bucket as address.
-        requests: As for `Store`.
+        requests: As for `ObjectStore`.
 
     Raises:
         ValueError: The address, the environment or the token cannot be used, a package is not installed, or anybody who

@@ -9,7 +9,7 @@ import pytest
 from diloco_jax.transport.bucket import listener as listening
 from diloco_jax.transport.bucket import session
 from diloco_jax.transport.bucket.listener import BucketListener
-from diloco_jax.transport.store import bucket
+from diloco_jax.transport.store import bucket, term
 from tests.transport.bucket.faults import Faults
 from tests.transport.ends import Ends
 
@@ -52,6 +52,10 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all that takes seconds take a hundredth of them."""
-    for module, names in {session: ("AGAIN_S", "DOUBT_S", "FAREWELL_S"), listening: ("BEAT_S", "LINGER_S")}.items():
+    for module, names in {
+        session: ("AGAIN_S", "DOUBT_S", "FAREWELL_S"),
+        listening: ("LINGER_S",),
+        term: ("BEAT_S",),
+    }.items():
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name) / 100)

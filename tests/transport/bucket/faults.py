@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from diloco_jax.transport.store.store import ObjectStore, StoreError
+from diloco_jax.transport.store.store import ObjectStore, Requests, StoreError
 
 
 class FaultyStore:
@@ -46,12 +46,10 @@ class Faults:
     def __init__(self) -> None:
         self.before: list[Callable[[str, Any], Any]] = []
         self.after: list[Callable[[str, Any, Any], Any]] = []
-        self.stores: list[FaultyStore] = []
 
-    def make(self, url: str) -> FaultyStore:
+    def make(self, url: str, requests: Requests | None = None) -> FaultyStore:
         """Open a store, in place of ObjectStore."""
-        self.stores.append(FaultyStore(ObjectStore(url), self._before, self._after))
-        return self.stores[-1]
+        return FaultyStore(ObjectStore(url, requests), self._before, self._after)
 
     def _before(self, name: str, key: Any) -> Any:
         return next((answer for rule in list(self.before) if (answer := rule(name, key)) is not None), None)
