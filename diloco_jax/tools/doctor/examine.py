@@ -48,7 +48,7 @@ def examine(config: RunConfig, run_dir: Path, *, island: str, address: str, seco
         raise ValueError(f"--seconds is {seconds}; use more than 0, at most {SECONDS_MAX:g}")
     name = check_name(island) if island else SYNCER
     config = config.of_island(island)
-    # A bucket is no host that could be dialled.
+    # Nobody can dial a bucket.
     side = None if bucket_scheme(address) else dialled(config.transport, name, address)
     part = machine.part_of(config, island)
     local = side is not None and _is_local(config, side)
