@@ -14,12 +14,14 @@ from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport.link import TransportConfig, bucket_scheme
 from diloco_jax.transport.store import names
 from diloco_jax.transport.store.seal import SEAL_BYTES, Seal, Unsealed
-from diloco_jax.transport.store.store import Store
+from diloco_jax.transport.store.store import Store, StoreError
 from diloco_jax.transport.trust.security import read_token
 
 LEADER_BYTES_MAX = 4096
 # Leaders with a false name in a listing are passed over; more than these are not looked at.
 LOOKED_AT_MAX = 20
+# Listings, while objects disappear between a listing and their reading.
+LOOKS_MAX = 3
 # A leader without a sign of life for this long has ended; it gives one every five seconds.
 LIFE_S = 12.0
 # Places where no stranger reads what is written.
@@ -84,15 +86,21 @@ class Bucket:
 
     def leader(self) -> Leader | None:
         """Return the newest leader; None if there is none. StoreError if the store does not answer."""
-        epochs = [(number, key) for key in self.store.list(names.LEADER) if (number := names.number_of(key))]
-        for epoch, key in sorted(epochs, reverse=True)[:LOOKED_AT_MAX]:
-            try:
-                content = self.read(key, LEADER_BYTES_MAX)
-            except ValueError:
-                continue
-            if content is not None:
-                return _read_leader(epoch, content)
-        return None
+        for _ in range(LOOKS_MAX):
+            gone = False
+            epochs = [(number, key) for key in self.store.list(names.LEADER) if (number := names.number_of(key))]
+            for epoch, key in sorted(epochs, reverse=True)[:LOOKED_AT_MAX]:
+                try:
+                    content = self.read(key, LEADER_BYTES_MAX)
+                except ValueError:
+                    continue
+                if content is not None:
+                    return _read_leader(epoch, content)
+                gone = True
+            if not gone:
+                return None
+            # A later leader has deleted what was listed, and its own object is in the next listing.
+        raise StoreError(f"cannot read the leader in {self.store.url}: objects that are listed are not there")
 
     def lead(self, epoch: int, run_id: str, run: str, place: str = "") -> Leader:
         """Make this process the syncer of an epoch, and return it as leader.
@@ -118,10 +126,20 @@ class Bucket:
                 f"or remove what an ended run left with `diloco clean {self.config.address}`"
             )
         content = json.dumps(ours._asdict()).encode()
-        # A request whose answer was lost is repeated by the library, and then finds its own object.
-        if self.create(names.leader(epoch), content) or self.leader() == ours:
+        try:
+            created = self.create(names.leader(epoch), content)
+        except StoreError:
+            # The object may be there nevertheless, because the library does not repeat a request that creates.
+            created = False
+        newest = self.leader()
+        if newest == ours:
             return ours
-        raise ValueError(f"{where}: another process became the syncer of epoch {epoch} at the same time")
+        if created:
+            # This process was stopped before it wrote, and a later leader had already deleted the object of this epoch.
+            self.store.delete([names.leader(epoch)])
+        if newest is None:
+            raise StoreError(f"cannot write {names.leader(epoch)} in {self.store.url}: it is not there")
+        raise ValueError(f"{where}: another process became the syncer of epoch {newest.epoch} at the same time")
 
     def claim(self, run_id: str, run: str, place: str) -> Leader:
         """Make this process the run's next syncer, after the newest one has ended.
