@@ -14,12 +14,15 @@ from diloco_jax.runtime.island.adoptions import THREADS_MAX
 from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import gpu_peak_flops
-from diloco_jax.sim.goodput.bandwidth import Rounds
+from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds
 from diloco_jax.sim.goodput.settings import Assumptions
 from diloco_jax.tools.budget.memory import base_parameters, held_elements, num_parameters
 from diloco_jax.tools.budget.needs import IslandOutline, link_needs, outlines
+from diloco_jax.tools.plan.bucket import hop_s
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops
+from diloco_jax.transport.link import bucket_scheme
+from diloco_jax.transport.store.store import PIECE_BYTES
 
 # Share of a link's rate that payloads reach: 1 Gbit/s, 60 ms, 8 stripes; docs/log.md, 2026-11-21.
 PAYLOAD_SHARE = 0.92
@@ -98,18 +101,38 @@ class Case:
         return base_parameters(self.blueprint)
 
     @property
+    def by_bucket(self) -> bool:
+        """Return whether islands and syncer meet in a bucket."""
+        return bool(bucket_scheme(self.config.transport.address))
+
+    @property
+    def request_s(self) -> float:
+        """Return the time of a request: to the syncer and back, or to the bucket."""
+        return self.assumed.round_trip_ms * 1e-3
+
+    @property
+    def round_trip_s(self) -> float:
+        """Return the mean time of a message to the syncer and back, twice that of a hop through a bucket."""
+        return 2 * hop_s(self.config.transport.poll_s, self.request_s) if self.by_bucket else self.request_s
+
+    @property
     def stripe_gbit_per_s(self) -> float:
         """Return the rate of one connection: most of a window per round trip."""
-        round_trip_s = self.assumed.round_trip_ms * 1e-3
+        round_trip_s = self.request_s
         return WINDOW_SHARE * self.assumed.tcp_window_mb * 8e-3 / round_trip_s if round_trip_s else math.inf
 
     def usable_gbit_per_s(self, stripes: int | None = None) -> float:
         """Return a learner's payload rate over its share of the link, with `stripes` or the config's connections.
 
-        It is at most its part of what the syncer's process moves when all learners send at once, in one direction.
+        Through a bucket it makes one request after the other, each for a piece of a payload. The rate is at most its
+        part of what the syncer's process moves when all learners send at once, in one direction.
         """
         stripes = stripes or self.config.transport.stripes
-        link = min(self.assumed.link_gbit_per_s / self.per_site * PAYLOAD_SHARE, stripes * self.stripe_gbit_per_s)
+        link = self.assumed.link_gbit_per_s / self.per_site * PAYLOAD_SHARE
+        if self.by_bucket:
+            link = PIECE_BYTES / GBIT / (PIECE_BYTES / GBIT / link + self.request_s)
+        else:
+            link = min(link, stripes * self.stripe_gbit_per_s)
         return min(link, 2 * self.assumed.syncer_gb_per_s * BITS / self.learners)
 
     @property
@@ -130,7 +153,7 @@ class Case:
         threads = self.config.syncer.merge_threads or assumed.syncer_cores
         return link_needs(self.run, up, down).rounds(
             self.step_s,
-            1e-3 * assumed.round_trip_ms,
+            self.round_trip_s,
             assumed.merge_ns * 1e-9 * largest * self.learners / min(threads, assumed.syncer_cores),
             self.arrive_s,
         )

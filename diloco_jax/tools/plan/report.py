@@ -28,6 +28,7 @@ def describe(result: Row) -> str:
         _recovery(result["recovery"]),
         _goodput(result["goodput"], result["run"]),
         _advice(result["advice"]),
+        *([_bucket(result["bucket"])] if result["bucket"] else []),
         _cost(result["cost"]),
     ]
     return "\n\n".join("\n".join(lines) for lines in paragraphs)
@@ -116,8 +117,10 @@ def _wait(wait: Row) -> list[str]:
 
 
 def _latency(rows: list[Row]) -> list[str]:
-    return ["round trip, ms       tau at any rate  tau on this link     a round there"] + [
-        f"  {row['round_trip_ms']:<16g}{row['overlap_steps']:>18}{row['overlap_steps_over_link']:>18}"
+    name = "poll_s" if "poll_s" in rows[0] else "round_trip_ms"
+    title = "poll interval, s" if name == "poll_s" else "round trip, ms"
+    return [f"{title:<16}     tau at any rate  tau on this link     a round there"] + [
+        f"  {row[name]:<16g}{row['overlap_steps']:>18}{row['overlap_steps_over_link']:>18}"
         f"{row['round_s_over_link']:>16.3g} s{'   (yours)' if row['given'] else ''}"
         for row in rows
     ]
@@ -198,6 +201,20 @@ def _goodput(found: Row, run: Row) -> list[str]:
         f"              one rigid job over all {run['unit']} {found['rigid_goodput']:.2%}, less what links and lost "
         "steps cost it",
     ]
+
+
+def _bucket(bucket: Row) -> list[str]:
+    lines = [f"bucket        {bucket['address']}: a message takes {bucket['hop_s']:.3g} s through it on average"]
+    for who in ("island", "syncer"):
+        each = bucket[who]
+        writes, reads = each["puts"] + each["lists"], each["gets"] + each["misses"]
+        lines.append(
+            f"              {'each island' if who == 'island' else 'the syncer'}: {writes:,.0f} writes and listings, "
+            f"{reads:,.0f} reads per day, {each['misses']:,.0f} of them in vain"
+        )
+    price = bucket["price_per_day"]
+    known = "" if price is None else f": {price:,.2f} dollars ({bucket['price_source']})"
+    return [*lines, f"              together {bucket['requests_per_day']:,.0f} requests per day{known}"]
 
 
 def _cost(cost: Row) -> list[str]:
