@@ -202,7 +202,9 @@ def unstacked(values: Mapping[str, Any], options: Mapping[str, object]) -> dict[
     return found
 
 
-@pytest.mark.parametrize("options", ALL.values(), ids=ALL)
+@pytest.mark.parametrize(
+    "options", [KINDS, SHARED, pytest.param(MIXED, marks=pytest.mark.slow)], ids=["kinds", "shared", "mixed"]
+)
 def test_scanned_layers_are_unrolled_ones_and_every_parameter_but_constants_has_its_gradient(
     options: dict[str, object],
 ) -> None:

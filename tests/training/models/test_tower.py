@@ -138,6 +138,7 @@ def joined(params: Params, path: str) -> np.ndarray:
     return np.asarray(params[path]) if path in params else np.stack([*single])
 
 
+@pytest.mark.slow
 def test_stacked_layers_are_the_single_ones() -> None:
     axes = tower(scan_layers=True)[2]
     assert all((axes[path][0] == "layers") == path.startswith("blocks") for path in axes)
