@@ -61,7 +61,7 @@ def on_cluster(
         check_reachable(address, SETTING, REMEDY)
     (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
     # Ray prints paragraphs about the cluster's nodes.
-    with (run_dir / LOGS / RAY_LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
+    with (run_dir / LOGS / RAY_LOG).open("a", buffering=1, encoding="utf-8") as log, redirect_stdout(log):
         try:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except ConnectionError as error:

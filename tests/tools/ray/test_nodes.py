@@ -163,14 +163,14 @@ def test_islands_follow_the_nodes(tmp_path: Path, nodes: Nodes) -> None:
     counts = islands_per_round(run_dir)
     print(output, phases, [(m, len([*same])) for m, same in itertools.groupby(counts)], sep="\n")
     assert process.returncode == 0 and "complete: evaluation loss" in output, output
+    audit = run("audit", run_dir)
+    assert audit.returncode == 0 and "every sample has one fate" in audit.stdout, audit.stdout + audit.stderr
+    print(audit.stdout)
     assert "raylet" not in output and "has been marked dead" in (run_dir / "logs/ray.log").read_text(), output
     # Four islands wait at first. Three that lost their nodes wait again; the place of the fourth may be there at once.
     assert len(re.findall(r"island-\d waits for {CPU: 1, island: 1}\n", output)) in (7, 8), output
     assert len(re.findall(r"island-\d ended with status 143: Ray lost its node \w+ at", output)) == 4, output
     assert len(re.findall(r"island-\d starts on node \w+ at", output)) == 7, output
-    audit = run("audit", run_dir)
-    assert audit.returncode == 0 and "every sample has one fate" in audit.stdout, audit.stdout + audit.stderr
-    print(audit.stdout)
     assert not processes_of(run_dir)
     left = subprocess.run([sys.executable, "-c", LEFT, nodes.address], text=True, capture_output=True, timeout=HANGS_S)
     assert left.returncode == 0, left.stderr
