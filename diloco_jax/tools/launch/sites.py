@@ -122,11 +122,12 @@ def _there(config: RunConfig, provider: str, site: Site) -> RunConfig:
     zones = [zone for name in site.names if (zone := config.island(name).zone)]
     if provider not in OF_GOOGLE or config.cloud.syncer_zone:
         return config
-    if not zones:
+    if not site.names:
         raise ValueError(
             f"the syncer is at {provider}, where no island is, so its zone is unknown; set cloud.syncer_zone"
         )
-    return replace(config, cloud=replace(config.cloud, syncer_zone=zones[0]))
+    # An island without a zone is refused later, with its name.
+    return replace(config, cloud=replace(config.cloud, syncer_zone=zones[0])) if zones else config
 
 
 def _here(provider: str, script: str) -> str:

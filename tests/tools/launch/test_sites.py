@@ -57,7 +57,7 @@ def test_create_gives_every_folder_its_certificates_and_the_address(stage: Stage
         assert (stage.out / folder / "address").read_text(encoding="utf-8") == "10.1.2.3:50051\n"
     called = [words for words in stage.calls if words[0] in ("sky", "sbatch")]
     assert called == [
-        ["sky", "jobs", "launch", "--yes", "--detach-run", "--env", "SYNCER=10.1.2.3:50051", "island-1.sky.yaml"],
+        ["sky", "jobs", "launch", "--yes", "--async", "--env", "SYNCER=10.1.2.3:50051", "island-1.sky.yaml"],
         ["sbatch", "island-2.sbatch"],
     ]
 
