@@ -75,7 +75,7 @@ def advise(case: Case) -> list[Advice]:
 
 
 def poll_for(case: Case) -> float:
-    """Choose the poll interval of a bucket: the config's, or a shorter one with which fragments return in time."""
+    """Choose the poll interval of a bucket: the config's, or a shorter one if fragments would return too late."""
     now, rounds = case.config.transport.poll_s, case.rounds()
     late_s = rounds.age_s(case.usable_gbit_per_s()) - OVERLAP_MAX * case.step_s
     shorter = now - late_s / HOPS

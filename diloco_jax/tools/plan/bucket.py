@@ -55,7 +55,7 @@ class BucketTraffic:
     islands: int
     # Hosts of an island, each with a session.
     hosts: int = 1
-    # The time of an inner step, after which an island reports.
+    # The time of an inner step; an island reports after each step.
     step_s: float
     # The mean time between two rounds.
     due_s: float
