@@ -139,9 +139,7 @@ class Bucket:
 
         StoreError if the store does not answer.
         """
-        numbers = [
-            (number, key) for key in self.store.list(names.LEADER) if (number := names.number_of(key)) is not None
-        ]
+        numbers = [(names.epoch_of(key), key) for key in self.store.list(names.LEADER) if names.is_ours(key)]
         unreadable: list[str] = []
         for epoch, key in sorted(numbers, reverse=True)[:LOOKED_AT_MAX]:
             try:
