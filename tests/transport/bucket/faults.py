@@ -10,7 +10,7 @@ from diloco_jax.transport.store.store import ObjectStore, Requests, StoreError
 
 
 class FaultyStore:
-    """The methods of ObjectStore, each of which may go wrong.
+    """The methods of ObjectStore; each call may go wrong.
 
     Args:
         before: Is called with the operation and its name of an object or prefix; it may wait or raise, or return a

@@ -206,7 +206,7 @@ def test_a_slow_upload_for_one_learner_does_not_keep_the_driver(address: str) ->
     upload = threading.Thread(target=shared.write)
     upload.start()
     assert writes.wait(HANGS_S)
-    # These return though the upload goes on.
+    # These return before the upload ends.
     shared.hold()
     shared.release()
     may.set()

@@ -1,6 +1,7 @@
 """The syncer's side of a bucket: who leads, what is asked, what is written once, and what is left behind."""
 
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_a_version_for_three_learners_is_one_object(ends: Ends, listener: Bucket
         assert (delivery.message, bytes(delivery.payload)) == (VERSION, b"abc")
     assert puts.count(names.payload(1, "", "", names.reference("v", 1))) == 1
     assert not [key for key in puts if "-p/" in key]
-    # Each learner hears of its own round; the payload is the same.
+    # The message names the round of each learner; the payload is the same.
     assert listener.send_version("a", VERSION._replace(merged_round=5), Whole(b"never looked at"))
     delivery = hear(links[0])
     assert (delivery.message, bytes(delivery.payload)) == (VERSION._replace(merged_round=5), b"abc")
@@ -118,6 +119,19 @@ def test_closing_leaves_nothing(ends: Ends, listener: BucketListener) -> None:
     hear_end(links["a"], "closed by the syncer")
     assert store.list("") == ["other/object"]
     listener.close(HANGS_S)
+
+
+def test_a_syncer_that_closes_waits_for_a_learner_that_reads_slowly(ends: Ends, listener: BucketListener) -> None:
+    link = ends.meet()
+    reader = link._session._reader
+    read = reader.next
+    reader.next = lambda: (time.sleep(0.1), read())[1]
+    for version in range(3):
+        assert listener.send("a", VERSION._replace(version=version), b"abc")
+    listener.close(HANGS_S)
+    assert [hear_message(link) for _ in range(3)] == [VERSION._replace(version=version) for version in range(3)]
+    hear_end(link, "closed by the syncer")
+    assert ObjectStore(listener.address).list("") == []
 
 
 def test_a_syncer_that_closes_waits_no_longer_than_it_may_for_a_learner_that_is_gone(ends: Ends) -> None:
