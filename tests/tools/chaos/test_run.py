@@ -189,5 +189,7 @@ def test_a_bucket_leaves_no_place_for_faults_of_a_link() -> None:
     assert possible_kinds("127.0.0.1:0") == KINDS and possible_kinds("127.0.0.1:0", ["cut"]) == ["cut"]
     assert {*KINDS} - {*possible_kinds("s3://b/p")} == {*LINK_KINDS}
     assert possible_kinds("s3://b/p", ["kill", "slow"]) == ["kill", "slow"]
-    with pytest.raises(ValueError, match=r"--kinds has cut, corrupt, faults of a relay, and transport.address s3://b/p"):
+    with pytest.raises(
+        ValueError, match=r"--kinds has cut, corrupt, faults of a relay, and transport.address s3://b/p"
+    ):
         possible_kinds("s3://b/p", ["kill", "cut", "corrupt"])
