@@ -79,6 +79,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "replay": set(),
         "preflight": {"budget"},
         "plan": {"budget", "preflight"},
+        "stage": {"plan", "budget", "replay"},
         "launch": {"budget"},
         "doctor": {"budget"},
         "export": set(),

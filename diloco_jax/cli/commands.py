@@ -13,7 +13,8 @@ GROUPS: Mapping[str, tuple[Command, ...]] = {
         records.report, records.compare, follow.follow, runs.chaos,
     ),
     "prepare": (
-        first.init, first.data, first.tokenize, inference.begin, prepare.doctor, prepare.plan, prepare.preflight,
+        first.init, first.data, first.tokenize, inference.begin, prepare.doctor, prepare.plan, prepare.stage,
+        prepare.preflight,
         prepare.simulate, prepare.launch, prepare.certs,
     ),
     "machines and their roles": (runs.syncer, runs.learner),

@@ -4,7 +4,8 @@ import argparse
 import json
 import sys
 import threading
-from dataclasses import fields
+from collections.abc import Iterable
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def _launch_options(parser: Parser) -> None:
     parser.add_argument(
         "way",
         choices=["gke", "pathways", "gce", "tpu-vm", "slurm", "sky"],
-        help="Kubernetes (two ways), Compute Engine or Cloud TPU API of Google Cloud; Slurm or SkyPilot for GPUs",
+        help="Kubernetes (two ways), Compute Engine or Cloud TPU API of Google Cloud; Slurm or SkyPilot for GPUs. The "
+        "syncer is there, and all islands without islands.each.NAME.provider",
     )
     parser.takes_config("YAML file, or a packaged config such as quickstart; its cloud section names the place")
     parser.add_argument("--out", metavar="DIR", help="folder to write the files to; without it they are only printed")
@@ -101,7 +103,8 @@ def launch(arguments: argparse.Namespace) -> int:
     from functools import partial
 
     from diloco_jax.tools.launch.needs import describe_needs, needs_of
-    from diloco_jax.tools.launch.write import WAYS, check_tools, describe, run, write
+    from diloco_jax.tools.launch.sites import check_sites, plan_sites
+    from diloco_jax.tools.launch.write import check_tools, describe, run, write
     from diloco_jax.transport.link import bucket_scheme
 
     config = load_config(arguments)
@@ -110,16 +113,15 @@ def launch(arguments: argparse.Namespace) -> int:
             f"transport.address is {config.transport.address}, a bucket, and `diloco launch` gives the syncer a port; "
             "leave transport.address out, or start `diloco syncer` and `diloco learner` yourself (docs/bucket.md)"
         )
-    way = WAYS[arguments.way]
     # Errors in the slices are reported before the model is loaded.
-    way.slices(config)
+    check_sites(config, arguments.way)
     needs: dict[str, Any] | None = None
     try:
         needs, needs_text = needs_of(config), ""
     except ValueError as error:
         # Only the image may have the model.
         needs_text = f"the needs of the machines are unknown here: {error}"
-    plan = way.plan(config, needs)
+    plan = plan_sites(config, arguments.way, needs)
     needs_text = needs_text or "\n".join(describe_needs(config, needs))
     if arguments.run:
         check_tools(plan)
@@ -252,9 +254,15 @@ def _path(option: str, text: str | None) -> Path | None:
 def _plan_options(parser: Parser) -> None:
     parser.takes_json()
     parser.takes_config(nargs="?")
+    _assumption_options(parser)
+
+
+def _assumption_options(parser: Parser, *without: str) -> None:
     from diloco_jax.sim.goodput.settings import Assumptions
 
     for each in fields(Assumptions):
+        if each.name in without:
+            continue
         text, source = each.metadata["help"], each.metadata["source"]
         if each.default:
             text += f"; default: {each.default:g}" + (f" ({source})" if source else "")
@@ -275,8 +283,55 @@ def plan(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.plan.report import describe
 
     config = load_config(arguments)
-    options = {field.name: getattr(arguments, field.name) for field in fields(Assumptions)}
-    case = case_of(config, Assumptions(**{name: value for name, value in options.items() if value is not None}))
+    case = case_of(config, Assumptions(**_given(arguments, fields(Assumptions))))
     result = forecast(case, advise(case))
     show(arguments, finite(result), lambda _: describe(result))
     return 0
+
+
+def _given(arguments: argparse.Namespace, options: Iterable[Field[Any]], *without: str) -> dict[str, Any]:
+    """Return the values of options that were given, by name."""
+    values = {each.name: getattr(arguments, each.name) for each in options if each.name not in without}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _stage_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.takes_config()
+    parser.add_argument("--sites", type=int, metavar="M", help="sites now, an island at each; default: islands.count")
+    parser.add_argument(
+        "--run", default="", metavar="RUN", help="folder of a run, or host:port of its syncer, whose figures are judged"
+    )
+    parser.add_argument(
+        "--baseline", default="", metavar="RUN", help="folder of a finished data-parallel run, for the loss of --run"
+    )
+    _assumption_options(parser, "sites")
+
+
+@command("stage", "Show what a run must reach before it gets more sites, and judge a run by it.", _stage_options)
+def stage(arguments: argparse.Namespace) -> int:
+    from diloco_jax.runtime.records.status import read_status
+    from diloco_jax.runtime.records.telemetry import finite
+    from diloco_jax.sim.goodput.settings import Assumptions
+    from diloco_jax.tools.stage.report import describe
+    from diloco_jax.tools.stage.stage import facts_of
+    from diloco_jax.tools.stage.stage import stage as stage_of
+
+    word = arguments.config
+    if arguments.baseline and not arguments.run:
+        raise ValueError(f"--baseline {arguments.baseline} is compared with a run; add --run RUN")
+    config = load_config(arguments)
+
+    def read(run: str) -> dict[str, Any]:
+        from diloco_jax.transport.session.calls import ask_status
+
+        plain = config.transport.allow_plaintext
+        return read_status(run, ask_status, allow_plaintext=plain, transport=lambda: config.transport)
+
+    facts = facts_of(arguments.run, arguments.baseline, read) if arguments.run else None
+    assumed = Assumptions(**_given(arguments, fields(Assumptions), "sites"))
+    sites = config.islands.count if arguments.sites is None else arguments.sites
+    link_given = arguments.link_gbit_per_s is not None
+    result = stage_of(config, word, sites, assumed, arguments.run, facts, link_given=link_given)
+    show(arguments, finite(result), lambda _: describe(result))
+    return FAILED if result["ready"] is False else 0

@@ -1,6 +1,7 @@
 """The command `train`: a local run from its config to its report, with a live view."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -49,6 +50,8 @@ def _run(
     with _machines(config, run_dir, say) as (there, machines):
         # Ray handles signals in its own way when it connects, so our handlers come after it.
         stop = stop_on_signals(lambda: show_cursor(console))
+        if machines is not None:
+            machines.watch(stop)
         run = LocalRun(there, run_dir, say, stop, resume=resume, machines=machines)
         say(f"run folder {run_dir}, logs in {run_dir / LOGS}")
         if warning := oversized(config, memory_bytes()):
@@ -63,7 +66,8 @@ def train_locally(config: RunConfig, run_dir: Path, *, live: bool, quiet: bool, 
     Returns the summary; it is empty when the run failed, after a message with the reason. ValueError if a setting is
     wrong.
     """
-    console = Console(stderr=quiet)
+    # Ray writes to standard output, which is redirected then; this console keeps the real one.
+    console = Console(file=sys.stderr if quiet else sys.stdout)
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-Capacity = Literal["on-demand", "spot", "reservation", "flex-start"]
+from diloco_jax.settings.providers import Capacity
 
 PORT_MAX = 65535
 DISK_MIN_GB, DISK_MAX_GB = 50, 65_536
@@ -181,8 +181,8 @@ class GpuConfig:
     """GPU machines, for `diloco launch slurm` and `sky`; cloud.env, port, image and restarts_max apply there too."""
 
     accelerator: str = ""
-    """GPU by SkyPilot's name, such as H100. Set it for launch sky, which refuses to start without it; Slurm does not
-    use it."""
+    """GPU by SkyPilot's name, such as H100. Set it for launch sky, which refuses to start without it. Slurm's jobs do
+    not request it; diloco plan estimates the time of a step from it."""
     options: tuple[str, ...] = ()
     """Options of sbatch for every job: [--partition=gpu, --account=me, --time=48:00:00]. Set it to what your Slurm
     cluster requires, such as partition, account and time limit; sky does not use it."""

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Literal, NamedTuple
 
+from diloco_jax.settings import providers
+from diloco_jax.settings.providers import Capacity, Provider
 from diloco_jax.settings.slices import Generation, Topology
 from diloco_jax.training.data.config import OwnDataConfig
 from diloco_jax.training.sharding import MeshConfig
@@ -19,6 +21,8 @@ ACCELERATORS = ("GPU", "TPU")
 ISLANDS_MAX = 1024
 # A slice of 6144 v5p chips has 1536 hosts.
 HOSTS_MAX = 2048
+# Fields of IslandConfig without a setting of all islands in this section.
+ALONE = ("name", "generations", "accelerator")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,21 @@ class IslandOverride:
     """See islands.zone. Set it for each island if islands are in different zones."""
     resources: dict[str, float] | None = None
     """See islands.resources. Set it if this island needs other nodes of a Ray cluster than the others do."""
+    provider: Provider | None = None
+    """Where diloco launch makes this island's machines, if not at the target that the command names. Set it if islands
+    are at several providers; launch then writes a folder for each."""
+    accelerator: str | None = None
+    """See gpu.accelerator. Set it if this island has other GPUs than the others."""
+    region: str | None = None
+    """Place of this island for SkyPilot: CLOUD, CLOUD/REGION or CLOUD/REGION/ZONE, such as aws/us-east-1. Left out:
+    SkyPilot chooses the cheapest. Set it if the island must be at a certain provider or near its data."""
+    capacity: Capacity | None = None
+    """See cloud.capacity. Set it if this island's machines are of another kind, such as spot beside reserved ones."""
+    image: str | None = None
+    """See cloud.image. Set it if this island needs another container, such as one with CUDA beside one with libtpu."""
+    price_per_chip_hour: float | None = None
+    """Price of one chip or GPU of this island per hour, for diloco plan and stage. Left out: --price-per-chip-hour. Set
+    it if islands have different prices."""
     data: OwnDataConfig | None = None
     """A corpus of this island's own. Set it if the island's data must stay at its site, or differs from that of the
     others; tokenizer, vocabulary and train.seq_len are those of the run."""
@@ -59,6 +78,8 @@ class IslandConfig(NamedTuple):
     batch_size: int  # sequences
     # Cloud zone; "" if none is named.
     zone: str
+    # GPU by SkyPilot's name; "" if none is named.
+    accelerator: str
     # What a Ray cluster gives to each process, by name.
     resources: dict[str, float]
     # TPU generations that the config describes itself.
@@ -182,6 +203,8 @@ class IslandsConfig:
         if not 0 <= self.peak_tflops < inf:
             raise ValueError(f"islands.peak_tflops is {self.peak_tflops}; use TFLOP/s of one device, or 0 if unknown")
         self._check_controller()
+        for name, own in self.each.items():
+            providers.check(name, {each.name: getattr(own, each.name) for each in fields(own)}, own.provider)
         self._check_ray()
         for name in ("", *self.each):
             _check(self._own(name), f"islands.each.{name}" if name else "islands")
@@ -231,8 +254,9 @@ class IslandsConfig:
     def _own(self, name: str) -> IslandConfig:
         """Return an island's settings before anything is derived from them."""
         other = self.each.get(name, IslandOverride())
-        own = {each.name: getattr(other, each.name) for each in fields(IslandOverride) if each.name != "data"}
+        own = {name: getattr(other, name) for name in IslandConfig._fields if name not in ALONE}
         given = {key: getattr(self, key) if value is None else value for key, value in own.items()}
+        given["accelerator"] = other.accelerator or ""
         if given["devices"] != AUTO and not 1 <= given["devices"] <= DEVICES_MAX:
             where = f"islands.each.{name}" if other.devices is not None else "islands"
             raise ValueError(

@@ -17,6 +17,7 @@ from diloco_jax.protocol.syncer.evaluations import EvaluationPlan
 from diloco_jax.protocol.syncer.progress import Budget, Limits
 from diloco_jax.settings.cloud import CloudConfig, ExtraConfig, GpuConfig
 from diloco_jax.settings.islands import IslandConfig, IslandOverride, IslandsConfig
+from diloco_jax.settings.providers import IslandPlace
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.models.config import OF_TOKENS, ModelConfig
 from diloco_jax.training.named import check_setting
@@ -522,6 +523,30 @@ class RunConfig:
 
     def island(self, name: str) -> IslandConfig:
         """Return the settings of one island; a learner whose name is not in `islands.names` has the common settings."""
-        if self.algorithm == "data_parallel":
-            return self.islands.resolve(name, 0)._replace(batch_size=self.train.batch_size)
-        return self.islands.resolve(name, self.train.batch_size // self.islands.count)
+        island = self.islands.resolve(name, self.train.batch_size // self.islands.count)
+        island = island._replace(accelerator=island.accelerator or self.gpu.accelerator)
+        whole = self.algorithm == "data_parallel"
+        return island._replace(batch_size=self.train.batch_size) if whole else island
+
+    def cloud_of(self, name: str) -> CloudConfig:
+        """Return the settings of one island's machines on a cloud; those beyond islands.least may differ."""
+        cloud, own = self.cloud, self.islands.each.get(name, IslandOverride())
+        if name not in self.islands.base:
+            cloud = cloud.of_extra
+        if own.capacity not in (None, cloud.capacity):
+            # Another capacity has no reservation.
+            reservation = self.cloud.reservation if own.capacity == "reservation" else ""
+            cloud = replace(cloud, capacity=own.capacity, reservation=reservation)
+        return replace(cloud, image=own.image) if own.image else cloud
+
+    def place(self, name: str) -> IslandPlace:
+        """Return where an island's machines are; settings of all islands count where the island has none."""
+        own, cloud = self.islands.each.get(name, IslandOverride()), self.cloud_of(name)
+        return IslandPlace(
+            own.provider,
+            own.accelerator or self.gpu.accelerator,
+            own.region or "",
+            cloud.capacity,
+            cloud.image,
+            own.price_per_chip_hour,
+        )

@@ -8,6 +8,7 @@ The table of generations, with its sources, is generations.yaml beside this file
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,6 +119,12 @@ DEVICE_PEAK_FLOPS = {
     **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), 312e12),
     **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H200"), 989e12),
 }
+
+
+def gpu_peak_flops(accelerator: str) -> float | None:
+    """Return bfloat16 operations per second of a GPU by SkyPilot's name, such as A100-80GB; None if unknown."""
+    model = accelerator.partition("-")[0]
+    return next((peak for kind, peak in DEVICE_PEAK_FLOPS.items() if model in re.split("[ -]", kind)), None)
 
 
 @dataclass(frozen=True, slots=True)

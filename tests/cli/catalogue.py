@@ -256,6 +256,8 @@ COMMAND_LINES = (
     Wrong("plan config.yaml --chips x", "'x'", "--chips: invalid int value", "`diloco plan --help`"),
     Wrong("plan", "no config", "is named", "give a YAML file, or quickstart"),
     Wrong("plan config.yaml --mfu 2", "--mfu is 2.0", "at most 1", "use a share above 0"),
+    Wrong("stage config.yaml --sites 1", "--sites is 1", "use at least 2", "one site needs no stages"),
+    Wrong("stage config.yaml --baseline runs/x", "--baseline runs/x", "is compared with a run", "add --run RUN"),
     Wrong("train config.yaml --train.stepz 5", "train.stepz (value 5)", "unknown setting", "did you mean train.steps?"),
     Wrong("train config.yaml --train.steps", "--train.steps", "needs a value", "config.yaml --settings` lists all"),
     Wrong(

@@ -275,7 +275,7 @@ def test_settings_are_listed_with_their_values_and_meaning() -> None:
     listed = re.findall(r"^  --(\S+)", text, re.MULTILINE)
     assert {name for name in listed if ".NAME." not in name} == dict(setting_names(schema().schema)).keys()
     fewer = describe_settings(config, "diloco train my.yaml", 80, every=False)
-    assert "--settings --all lists cloud, gpu, islands.generations.NAME" in " ".join(fewer.split())
+    assert "--settings --all lists cloud, cloud.extra, gpu, islands.generations.NAME" in " ".join(fewer.split())
     left_out = {*listed} - {*re.findall(r"^  --(\S+)", fewer, re.MULTILINE)}
     assert len(left_out) > 40 and all(name.startswith(("cloud.", "gpu.", "islands.generations.")) for name in left_out)
 

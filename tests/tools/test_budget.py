@@ -23,7 +23,7 @@ from diloco_jax.tools.doctor.link import _throughput
 from diloco_jax.tools.doctor.machine import Check, ProcessPart
 from diloco_jax.tools.doctor.probing import Greeting, Rate
 from diloco_jax.tools.launch.needs import describe_needs, needs_of
-from diloco_jax.tools.launch.write import WAYS
+from diloco_jax.tools.launch.sites import WAYS
 from diloco_jax.tools.plan.case import case_of
 from diloco_jax.tools.plan.forecast import forecast
 from diloco_jax.tools.preflight import judge

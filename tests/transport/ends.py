@@ -40,6 +40,11 @@ class Ends:
         self._close.append(made.close)  # type: ignore[attr-defined]
         return made
 
+    @property
+    def there(self) -> TransportConfig:
+        """Settings of a process that dials the listener."""
+        return replace(self.config, address=self.listener.address)
+
     def listen(self, *, epoch: int = 1, subscribers_max: int = 0, **changes: Any) -> Any:
         """Open a listener; `changes` are those of its settings."""
         config = replace(self.config, **changes)

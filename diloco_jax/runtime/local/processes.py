@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ READ_BYTES, TEXT_MAX = 1 << 20, 400
 
 
 class Handle(Protocol):
-    """What the supervisor uses of a subprocess.Popen; a process on another machine offers the same."""
+    """Handle of a process, with what the supervisor uses of a subprocess.Popen; on another machine too."""
 
     @property
     def pid(self) -> int: ...
@@ -97,6 +98,10 @@ class Machines(Protocol):
 
     def start(self, name: str, address: str, incarnation: str) -> Sequence[Process]:
         """Start an incarnation of an island, or wait for a machine; `address` is that of the syncer."""
+        ...
+
+    def watch(self, stop: threading.Event) -> None:
+        """Set `stop` if the machines cannot be reached any more."""
         ...
 
 

@@ -106,6 +106,7 @@ class LocalRun:
                     raise
                 self._await_compilers()
                 single = self._config.islands.controller == "single"
+                # Elsewhere these are the islands that the run asks for; it starts with those that get a machine.
                 for name in ((CONTROLLER,) if single else self._config.islands.names) if address else ():
                     self._islands[name] = self._start_island(name, address)
             self._watch()

@@ -108,6 +108,19 @@ class TapeCopy:
             self._bucket.delete_below(names.SNAPSHOT)
 
 
+def begin_copy(copy: TapeCopy | None, run_dir: Path) -> None:
+    """Begin the copy of a run that keeps one; StoreError if the store does not answer."""
+    if copy is not None:
+        copy.begin(run_dir)
+
+
+def end_copy(copy: TapeCopy | None) -> None:
+    """Delete the copy of a run that keeps one, as far as the store answers."""
+    if copy is not None:
+        with contextlib.suppress(StoreError):
+            copy.end()
+
+
 class Mirror:
     """A standby's folder: it follows the copy of the newest leader's tape, and its newest snapshot."""
 

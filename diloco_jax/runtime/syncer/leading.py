@@ -1,4 +1,4 @@
-"""Who leads a run in a bucket: the syncer's claim before it reads its tape, and a standby's wait for its turn.
+"""The leadership of a run in a bucket: the syncer's claim before it reads its tape, and a standby's wait for its turn.
 
 The order makes a takeover safe. A syncer writes an input to the copy of its tape, then looks whether a later leader
 exists, and only then lets an effect of that input leave. A standby claims the run, and only then reads the copy. So

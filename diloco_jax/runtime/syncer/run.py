@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -44,9 +44,10 @@ from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.runtime.syncer.band import continued_band, read_band
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.context import Merges, Results, SyncerContext
+from diloco_jax.runtime.syncer.copies import begin_copy, end_copy
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.island_numbers import IslandNumbers
-from diloco_jax.runtime.syncer.leading import begin_to_lead, stand_by
+from diloco_jax.runtime.syncer.leading import Leading, begin_to_lead, stand_by
 from diloco_jax.runtime.syncer.listening import LISTEN_PATIENCE_S, SyncerStart, open_listener
 from diloco_jax.runtime.syncer.machine_alarms import MachineAlarms
 from diloco_jax.runtime.syncer.run_clock import RunClock
@@ -420,14 +421,9 @@ class SyncerRun:
 
     def _run(self, last_act: Callable[[], object]) -> dict[str, Any]:
         config, run_dir, stop, machine = self._config, self._run_dir, self._stop, self._machine
-        if self._standby:
-            self._pulse.phase("standing by")
-            self._pulse.rest()
-            leading = stand_by(config, run_dir, stop)
-            if leading is None:
-                return {}
-        else:
-            leading = begin_to_lead(config, run_dir)
+        leading = self._lead()
+        if self._standby and leading is None:
+            return {}
         mode = mode_of(run_dir, rewind=self._rewind)
         copy = None if leading is None else leading.copy
         tape = TapeFile(run_dir / TAPE_FILE, stop, lambda: watch.tell(), copy=copy)
@@ -448,8 +444,7 @@ class SyncerRun:
             # A folder with a tape and without a snapshot could not be resumed.
             if mode == FRESH:
                 preparing.close()
-            if copy is not None:
-                copy.begin(run_dir)
+            begin_copy(copy, run_dir)
             requests = begin(context, self._initial, mode, clock.now_s())
             tape.flush()
             watch.begins(mode)
@@ -490,10 +485,16 @@ class SyncerRun:
         summary = self._conclude(watch, writer, tape, ended_s)
         writer.close()
         tape.close()
-        if copy is not None:
-            with suppress(OSError):
-                copy.end()
+        end_copy(copy)
         return summary
+
+    def _lead(self) -> Leading | None:
+        """Claim the run's bucket, as a standby once its syncer is lost; None without a bucket, or if the run ended."""
+        if not self._standby:
+            return begin_to_lead(self._config, self._run_dir)
+        self._pulse.phase("standing by")
+        self._pulse.rest()
+        return stand_by(self._config, self._run_dir, self._stop)
 
     def _conclude(self, watch: Watch, writer: SnapshotWriter, tape: TapeFile, ended_s: float) -> dict[str, Any]:
         watch.tell()

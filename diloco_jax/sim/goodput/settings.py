@@ -24,6 +24,7 @@ class Assumptions:
     """Links, machines and prices of a forecast, options of `diloco plan`; 0 means that an option is not given."""
 
     link_gbit_per_s: float = setting(5.0, "rate of each site's link, each way", "the paper: 2 to 5")
+    syncer_link_gbit_per_s: float = setting(0.0, "rate of the syncer's link, each way; 0: as that of a site", "")
     round_trip_ms: float = setting(60.0, "round trip between a learner and the syncer", "a continent")
     tcp_window_mb: float = setting(4.0, "what one connection may have under way", "Linux's default")
     sites: int = setting(0, "data centres among which the learners are dealt out; 0: one for each learner", "")
@@ -40,7 +41,7 @@ class Assumptions:
     arrival_ns: float = setting(0.75, "time of a thread to decode, add and check an element", READ)
     place_ns: float = setting(0.74, "time to copy an element that arrived to a host's devices", READ)
     island_s_per_gb: float = setting(0.55, "time of a host to send one gigabyte to other hosts of its island", READ)
-    price_per_chip_hour: float = setting(0.0, "of one chip", "yours")
+    price_per_chip_hour: float = setting(0.0, "of one chip, of islands without their own price", "yours")
     price_per_egress_gb: float = setting(0.0, "of 1e9 bytes that leave a site", "yours")
 
     def __post_init__(self) -> None:

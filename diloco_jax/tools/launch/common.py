@@ -50,6 +50,15 @@ class Asked(NamedTuple):
     alpha: bool = False
 
 
+class Site(NamedTuple):
+    """The part of a run that one provider makes, in a folder beside those of other providers."""
+
+    # Names of its islands.
+    names: tuple[str, ...]
+    # Whether it has the syncer; otherwise the file `address` in its folder has host:port of the syncer.
+    syncer: bool
+
+
 class IslandMachines(NamedTuple):
     """One island's machines."""
 
@@ -59,6 +68,8 @@ class IslandMachines(NamedTuple):
     # The island's TPU slice.
     topology: Topology
     zone: str
+    asked: Asked
+    image: str
 
     @property
     def region(self) -> str:
@@ -74,11 +85,14 @@ def region_of(zone: str) -> str:
     return zone.rpartition("-")[0]
 
 
-def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[IslandMachines]:
+def slices_of(
+    config: RunConfig, way: str, needed: Sequence[str], names: Sequence[str] | None = None
+) -> list[IslandMachines]:
     """Check the config for a way of launching, and return the islands' machines.
 
     Args:
       needed: settings of `cloud` that this way needs in addition to `NEEDED`.
+      names: islands that are launched this way; None for all.
 
     Raises:
       ValueError: a setting is missing or does not work with this way.
@@ -97,8 +111,8 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
     check_label("cloud.namespace", config.cloud.namespace)
     check_label("cloud.cluster", config.cloud.cluster)
     slices = []
-    for name in config.islands.names:
-        island = config.island(name)
+    for name in config.islands.names if names is None else names:
+        island, place = config.island(name), config.place(name)
         for what in ("topology", "zone"):
             if not getattr(island, what):
                 raise ValueError(
@@ -112,7 +126,8 @@ def slices_of(config: RunConfig, way: str, needed: Sequence[str]) -> list[Island
                 f"{name} is a {island.slice}, which launch {way} cannot make: its generation has no {lacks[0]}; use "
                 "another way, or write it into islands.generations"
             )
-        slices.append(IslandMachines(name, resource, island.slice, island.zone))
+        asked = asked_of(config.cloud_of(name), way)
+        slices.append(IslandMachines(name, resource, island.slice, island.zone, asked, place.image))
     check_zone("cloud.syncer_zone", syncer_zone(config))
     return slices
 
@@ -141,9 +156,9 @@ def syncer_region(config: RunConfig) -> str:
     return region_of(syncer_zone(config))
 
 
-def regions_of(config: RunConfig, slices: Sequence[IslandMachines]) -> list[str]:
-    """List the regions of the islands and of the syncer."""
-    return sorted({each.region for each in slices} | {syncer_region(config)})
+def regions_of(config: RunConfig, slices: Sequence[IslandMachines], *, syncer: bool) -> list[str]:
+    """List the regions of the islands and, if it is there too, of the syncer."""
+    return sorted({each.region for each in slices} | ({syncer_region(config)} if syncer else set()))
 
 
 def syncer_name(config: RunConfig) -> str:
@@ -231,11 +246,6 @@ def learner_words(name: str, syncer: str) -> list[str]:
 def syncer_words() -> list[str]:
     """Return the arguments of `diloco` in the syncer's container; in a run's folder it continues the run."""
     return ["syncer", CONFIG_PATH, "--run-dir", RUN_DIR]
-
-
-def cloud_of(config: RunConfig, name: str) -> CloudConfig:
-    """Return the settings of an island's machines; those beyond islands.least may have their own."""
-    return config.cloud if name in config.islands.base else config.cloud.of_extra
 
 
 def asked_of(cloud: CloudConfig, way: str) -> Asked:

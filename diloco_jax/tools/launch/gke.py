@@ -14,7 +14,7 @@ from diloco_jax.runtime.records.signals import ASKED_TO_END, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.common import IslandMachines, asked_of, cloud_of
+from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.launcher import POD_ACCOUNT, Launcher, Plan, render
 from diloco_jax.tools.launch.needs import GIB, Needs, island_bytes, syncer_machine
 
@@ -42,21 +42,22 @@ class Pool(NamedTuple):
     flags: tuple[str, ...]
 
 
-def parts(config: RunConfig, slices: list[IslandMachines], needs: Needs) -> Plan:
-    regions = common.regions_of(config, slices)
-    files, settings = {"syncer.sh": syncer_script(config)}, dump(common.remote(config))
+def parts(config: RunConfig, slices: list[IslandMachines], needs: Needs, syncer: bool) -> Plan:
+    regions = common.regions_of(config, slices, syncer=syncer)
+    files, settings = {"syncer.sh": syncer_script(config)} if syncer else {}, dump(common.remote(config))
+    syncer_region = common.syncer_region(config) if syncer else None
     for region in regions:
         here = [each for each in slices if each.region == region]
         folder = f"clusters/{region}"
         names = [each.name for each in here]
-        certified = [*names, "syncer"] if region == common.syncer_region(config) else names
+        certified = [*names, "syncer"] if region == syncer_region else names
         files[f"{folder}/cluster.sh"] = cluster_script(
             config,
             region,
             here,
             manifests=names,
-            pools=pools(config, region, here),
-            queued=[each.name for each in here if cloud_of(config, each.name).queue],
+            pools=pools(config, region, here, syncer=syncer),
+            queued=[each.name for each in here if config.cloud_of(each.name).queue],
             by_request=any(_by_request(config, each.name) for each in here),
             certificates={name: common.certificate_files(name) for name in certified},
         )
@@ -64,17 +65,19 @@ def parts(config: RunConfig, slices: list[IslandMachines], needs: Needs) -> Plan
         if queued := [each.name for each in here if _by_request(config, each.name)]:
             files[f"{folder}/admission.yaml"] = render("gke/admission.yaml", check=CHECK, islands=queued)
         files |= {f"{folder}/{each.name}.yaml": island_manifest(config, each, needs) for each in here}
-    files[f"clusters/{common.syncer_region(config)}/syncer.yaml"] = syncer_manifest(config, needs)
+    if syncer:
+        files[f"clusters/{syncer_region}/syncer.yaml"] = syncer_manifest(config, needs)
+    create, delete = (("./syncer.sh create",), ("./syncer.sh delete",)) if syncer else ((), ())
     scripts = [f"clusters/{region}/cluster.sh" for region in regions]
     return Plan(
         files=files,
         create=(
             *(f"{each} create" for each in scripts),
             *(f"{each} configure" for each in scripts),
-            "./syncer.sh create",
+            *create,
             *(f"{each} start" for each in scripts),
         ),
-        delete=(*(f"{each} stop" for each in scripts), "./syncer.sh delete", *(f"{each} delete" for each in scripts)),
+        delete=(*(f"{each} stop" for each in scripts), *delete, *(f"{each} delete" for each in scripts)),
     )
 
 
@@ -86,14 +89,14 @@ def common_manifest(config: RunConfig, settings: str) -> str:
 
 def island_manifest(config: RunConfig, each: IslandMachines, needs: Needs) -> str:
     """Return the manifest of an island's JobSet."""
-    cloud = cloud_of(config, each.name)
+    cloud = config.cloud_of(each.name)
     return render(
         "gke/island.yaml",
-        **everywhere(config),
+        **everywhere(config) | {"image": each.image},
         island=each,
         queue=cloud.queue,
         priority_class=cloud.priority_class,
-        selector=asked_of(cloud, "gke").selector,
+        selector=each.asked.selector,
         restarts=cloud.restarts_max,
         wrong_input=WRONG_INPUT,
         ends=[WRONG_INPUT, *ASKED_TO_END],
@@ -183,10 +186,10 @@ def cluster_script(
     )
 
 
-def pools(config: RunConfig, region: str, slices: list[IslandMachines]) -> list[Pool]:
+def pools(config: RunConfig, region: str, slices: list[IslandMachines], *, syncer: bool = True) -> list[Pool]:
     """Return the node pools of a region's cluster: one for each slice, and one for the syncer if it runs there."""
     found = [_island_pool(config, each) for each in slices]
-    if region == common.syncer_region(config):
+    if syncer and region == common.syncer_region(config):
         where = common.syncer_name(config), common.syncer_zone(config)
         found.append(Pool(*where, config.cloud.syncer_machine_type, 1, ()))
     return found
@@ -194,7 +197,7 @@ def pools(config: RunConfig, region: str, slices: list[IslandMachines]) -> list[
 
 def _by_request(config: RunConfig, name: str) -> bool:
     """Return whether Kueue requests an island's machines before it admits the island."""
-    cloud = cloud_of(config, name)
+    cloud = config.cloud_of(name)
     return bool(cloud.queue) and cloud.capacity == "flex-start"
 
 
@@ -207,7 +210,7 @@ def _island_pool(config: RunConfig, each: IslandMachines) -> Pool:
     # For a slice with one host, the machine type determines the shape.
     shape = ("--tpu-topology", topology.dims) if topology.hosts > 1 else ()
     shape = ("--placement-policy", each.resource) if _by_policy(each) else shape
-    asked, count = asked_of(cloud_of(config, each.name), "gke").flags, topology.hosts
+    asked, count = each.asked.flags, topology.hosts
     if each.name not in config.islands.base and "--enable-autoscaling" not in asked:
         asked = (*asked, *GROWS)
     if "--enable-autoscaling" in asked:

@@ -14,6 +14,7 @@ from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
+from diloco_jax.tools.launch.common import Site
 from diloco_jax.tools.launch.launcher import Plan, local, render
 from diloco_jax.tools.launch.needs import GIB, MARGIN, Needs, island_bytes, syncer_bytes
 
@@ -30,30 +31,42 @@ class GpuLauncher(NamedTuple):
     # The argument of `diloco launch`.
     name: str
     # Returns the files and commands that only this way has.
-    parts: Callable[[RunConfig, Needs], Plan]
+    parts: Callable[[RunConfig, Needs, Site], Plan]
 
-    def slices(self, config: RunConfig) -> list[IslandConfig]:
+    def slices(self, config: RunConfig, site: Site | None = None) -> list[IslandConfig]:
         """Check the config, and return the islands; ValueError if a setting is missing, such as the number of GPUs."""
         common.check_label("name", config.name)
-        islands = [config.island(name) for name in config.islands.names]
+        islands = [config.island(name) for name in (config.islands.names if site is None else site.names)]
         if alike := next((each.name for each in islands if not each.devices), ""):
             raise ValueError(f"{alike} has no number of GPUs; set islands.devices to the GPUs of all its hosts")
         if not config.cloud.bucket and common.BUCKET in dump(config):
             raise ValueError(f"a path contains {common.BUCKET}, but cloud.bucket is empty; set it")
-        if self.name == "sky" and not config.gpu.accelerator:
+        if self.name == "sky" and not all(each.accelerator for each in islands):
             raise ValueError("launch sky needs gpu.accelerator, such as H100; write it into the config")
         return islands
 
-    def plan(self, config: RunConfig, needs: Needs = None) -> Plan:
-        """Return all files and commands; raises as `slices`."""
-        self.slices(config)
-        own = self.parts(config, needs)
-        create = (common.make_certificates(config), *own.create)
+    def plan(self, config: RunConfig, needs: Needs = None, site: Site | None = None) -> Plan:
+        """Return all files and commands; raises as `slices`.
+
+        Args:
+          needs: the machines' needs; None if the model cannot be loaded here.
+          site: the part of the run to launch, in a folder that gets its certificates from outside; None for all.
+        """
+        self.slices(config, site)
+        own = self.parts(config, needs, site or Site(config.islands.names, syncer=True))
+        create, settings = own.create, local(config)
+        if site is None:
+            create = (common.make_certificates(config), *create)
+        else:
+            # Machines outside of Google Cloud may have no access to its bucket.
+            states = config.checkpoints.states.replace(common.BUCKET, config.cloud.bucket)
+            settings = replace(settings, checkpoints=replace(settings.checkpoints, states=states))
+        readme = render("gpu/README.md", way=self.name, name=config.name, port=config.cloud.port, create=create)
         return replace(
             own,
             create=create,
             files={
-                "config.yaml": dump(local(config)),
+                "config.yaml": dump(settings),
                 "variables.sh": render(
                     "gpu/variables.sh",
                     environment=config.cloud.env,
@@ -64,9 +77,7 @@ class GpuLauncher(NamedTuple):
                 **own.files,
                 "create.sh": render("gpu/commands.sh", commands=create),
                 "delete.sh": render("gpu/commands.sh", commands=own.delete),
-                "README.md": render(
-                    "gpu/README.md", way=self.name, name=config.name, port=config.cloud.port, create=create
-                ),
+                **({"README.md": readme} if site is None else {}),
             },
         )
 
@@ -75,16 +86,16 @@ def _gib(num_bytes: float) -> int:
     return math.ceil(MARGIN * num_bytes / GIB)
 
 
-def slurm(config: RunConfig, needs: Needs) -> Plan:
+def slurm(config: RunConfig, needs: Needs, site: Site) -> Plan:
     """Return a batch script for the syncer and for each island, and the commands that submit them."""
     everywhere = {"run": config.name, "cpus": CPUS, "options": config.gpu.options}
-    memory_gib = _gib(syncer_bytes(needs))
-    files = {
-        "syncer.sbatch": render(
+    files = {}
+    if site.syncer:
+        memory_gib = _gib(syncer_bytes(needs))
+        files["syncer.sbatch"] = render(
             "slurm/syncer.sbatch", **everywhere, name="syncer", port=config.cloud.port, memory_gib=memory_gib
         )
-    }
-    for name in config.islands.names:
+    for name in site.names:
         island = config.island(name)
         gpus = island.devices // island.hosts
         files[f"{name}.sbatch"] = render(
@@ -97,46 +108,58 @@ def slurm(config: RunConfig, needs: Needs) -> Plan:
         )
     jobs = ",".join(f"{config.name}-{name.removesuffix('.sbatch')}" for name in files)
     start = tuple(f"sbatch {name}" for name in files)
-    return Plan(files=files, create=("mkdir -p logs", "rm -f address", *start), delete=(f"scancel --me --name={jobs}",))
+    # An earlier syncer's job may have written the address.
+    forget = ("rm -f address",) if site.syncer else ()
+    return Plan(files=files, create=("mkdir -p logs", *forget, *start), delete=(f"scancel --me --name={jobs}",))
 
 
-def sky(config: RunConfig, needs: Needs) -> Plan:
+def sky(config: RunConfig, needs: Needs, site: Site) -> Plan:
     """Return a task for the syncer and for each island, and the commands that start them."""
-    everywhere = {"run": config.name, "image": config.cloud.image}
-    files = {
-        "syncer.sky.yaml": render(
+    files = {}
+    if site.syncer:
+        files["syncer.sky.yaml"] = render(
             "sky/syncer.sky.yaml",
-            **everywhere,
+            run=config.name,
+            image=config.cloud.image,
+            infra="",
             cpus=CPUS,
             memory_gib=_gib(syncer_bytes(needs)),
             port=config.cloud.port,
             certificates=common.certificate_files("syncer"),
         )
-    }
-    for name in config.islands.names:
-        island = config.island(name)
+    for name in site.names:
+        island, place = config.island(name), config.place(name)
         files[f"{name}.sky.yaml"] = render(
             "sky/island.sky.yaml",
-            **everywhere,
+            run=config.name,
+            image=place.image,
+            infra=place.region,
             name=name,
             hosts=island.hosts,
             gpus=island.devices // island.hosts,
-            accelerator=config.gpu.accelerator,
-            spot=common.cloud_of(config, name).capacity == "spot",
+            accelerator=place.accelerator,
+            spot=place.capacity == "spot",
             polite=list(ASKED_TO_END),
             coordinator_port=COORDINATOR_PORT,
             certificates=common.certificate_files(name),
         )
-    syncer, address = f"{config.name}-syncer", f'"$(sky status --ip {config.name}-syncer):{config.cloud.port}"'
+    syncer = common.syncer_name(config)
+    address = sky_address(config) if site.syncer else '"$(cat address)"'
     # Requests wait at SkyPilot's server, so one island without capacity does not keep the others from their request.
     launch = f"sky jobs launch --yes --async --env SYNCER={address}"
-    start = (f"{launch} {name}.sky.yaml" for name in config.islands.names)
-    jobs = (f"sky jobs cancel --yes --name {config.name}-{name}" for name in config.islands.names)
+    start = (f"{launch} {name}.sky.yaml" for name in site.names)
+    jobs = (f"sky jobs cancel --yes --name {config.name}-{name}" for name in site.names)
+    made, gone = (f"sky launch --yes --detach-run --cluster {syncer} syncer.sky.yaml",), (f"sky down --yes {syncer}",)
     return Plan(
         files=files,
-        create=(f"sky launch --yes --detach-run --cluster {syncer} syncer.sky.yaml", *start),
-        delete=(*jobs, f"sky down --yes {syncer}"),
+        create=(*(made if site.syncer else ()), *start),
+        delete=(*jobs, *(gone if site.syncer else ())),
     )
+
+
+def sky_address(config: RunConfig) -> str:
+    """Return an argument for bash that is the address of a syncer on SkyPilot's machine."""
+    return f'"$(sky status --ip {common.syncer_name(config)}):{config.cloud.port}"'
 
 
 SLURM, SKY = GpuLauncher("slurm", slurm), GpuLauncher("sky", sky)

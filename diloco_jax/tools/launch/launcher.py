@@ -15,7 +15,7 @@ import jinja2
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines, asked_of, cloud_of
+from diloco_jax.tools.launch.common import CERTIFICATES_PATH, IslandMachines, Site
 from diloco_jax.tools.launch.needs import Needs, with_syncer_machine
 
 HEADER = "#!/usr/bin/env bash\n"
@@ -56,34 +56,36 @@ class Launcher(NamedTuple):
     # Settings of `cloud` that must not be empty, in addition to those that all ways need.
     needed: tuple[str, ...]
     # Returns the files and commands that only this way has.
-    parts: Callable[[RunConfig, list[IslandMachines], Needs], Plan]
+    parts: Callable[[RunConfig, list[IslandMachines], Needs, bool], Plan]
 
-    def slices(self, config: RunConfig) -> list[IslandMachines]:
+    def slices(self, config: RunConfig, site: Site | None = None) -> list[IslandMachines]:
         """Check the config without loading the model, and return the islands' machines; ValueError as in `plan`."""
-        for name in config.islands.names:
-            asked_of(cloud_of(config, name), self.name)
-        return common.slices_of(config, self.name, self.needed)
+        return common.slices_of(config, self.name, self.needed, site and site.names)
 
-    def plan(self, config: RunConfig, needs: Needs = None) -> Plan:
+    def plan(self, config: RunConfig, needs: Needs = None, site: Site | None = None) -> Plan:
         """Return all files and commands; ValueError names a wrong setting.
 
         Args:
           needs: the machines' needs; None if the model cannot be loaded here.
+          site: the part of the run to launch, in a folder that gets its certificates from outside; None for all.
         """
-        slices, config = self.slices(config), with_syncer_machine(config, needs)
-        own = self.parts(config, slices, needs)
-        create = (common.make_certificates(config), "./project.sh create", *own.create)
+        slices, syncer = self.slices(config, site), site is None or site.syncer
+        config = with_syncer_machine(config, needs) if syncer else config
+        own = self.parts(config, slices, needs, syncer)
+        certificates = (common.make_certificates(config),) if site is None else ()
+        create = (*certificates, "./project.sh create", *own.create)
         delete = (*own.delete, "./project.sh delete")
-        regions = common.regions_of(config, slices)
+        regions = common.regions_of(config, slices, syncer=syncer)
         files = {
             "config.yaml": dump(common.remote(config)),
             "local.yaml": dump(local(config)),
             "variables.sh": variables(config),
             "project.sh": project_script(config, self.name, regions),
             **own.files,
+            **({} if syncer else {"syncer.sh": render("sites/syncer.sh")}),
             "create.sh": render("create.sh", commands=create),
             "delete.sh": render("delete.sh", commands=delete),
-            "README.md": self.readme(config, slices, regions, create),
+            **({"README.md": self.readme(config, slices, regions, create)} if site is None else {}),
         }
         return Plan(files=files, create=create, delete=delete)
 

@@ -13,7 +13,7 @@ from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import CHIPS_PER_HOST, Topology
 from diloco_jax.settings.text import dump
 from diloco_jax.tools.launch import common, gke
-from diloco_jax.tools.launch.common import IslandMachines, asked_of
+from diloco_jax.tools.launch.common import IslandMachines
 from diloco_jax.tools.launch.gke import Pool
 from diloco_jax.tools.launch.launcher import Launcher, Plan, render
 from diloco_jax.tools.launch.needs import GB, MACHINE_GIB, MARGIN, Needs, allocatable, island_bytes
@@ -37,8 +37,9 @@ class ContainerLimits(NamedTuple):
 MANAGER, PROXY = ContainerLimits(8, 32), ContainerLimits(16, 100)
 
 
-def parts(config: RunConfig, slices: list[IslandMachines], needs: Needs) -> Plan:
+def parts(config: RunConfig, slices: list[IslandMachines], needs: Needs, syncer: bool) -> Plan:
     """Return the files and commands; ValueError if one controller cannot drive the islands."""
+    assert syncer, "Pathways makes all islands and the syncer"
     check(config, slices)
     region, settings = slices[0].region, dump(common.remote(config))
     folder = f"clusters/{region}"
@@ -77,7 +78,7 @@ def check(config: RunConfig, slices: list[IslandMachines]) -> None:
             "cloud.extra is set, but launch pathways starts all islands as one JobSet; remove it, or use launch gke"
         )
     first = slices[0]
-    other = next((each for each in slices if (each.topology, each.zone) != (first.topology, first.zone)), None)
+    other = next((each for each in slices if each[2:] != first[2:]), None)
     if other is not None:
         raise ValueError(
             f"{other.name} is {other.topology} in {other.zone}, and {first.name} {first.topology} in {first.zone}: "
@@ -161,7 +162,7 @@ def islands_manifest(config: RunConfig, slices: list[IslandMachines], needs: Nee
         proxy=PROXY,
         queue=cloud.queue,
         priority_class=cloud.priority_class,
-        selector=asked_of(cloud, "pathways").selector,
+        selector=first.asked.selector,
         restarts=cloud.restarts_max,
         wrong_input=WRONG_INPUT,
         ends=[WRONG_INPUT, *ASKED_TO_END],

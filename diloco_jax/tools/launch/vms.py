@@ -12,7 +12,7 @@ from functools import partial
 from diloco_jax.runtime.records.signals import INTERRUPTED, TERMINATED, WRONG_INPUT
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.launch import common
-from diloco_jax.tools.launch.common import VOLUME, IslandMachines, asked_of, cloud_of, flags
+from diloco_jax.tools.launch.common import VOLUME, IslandMachines, flags
 from diloco_jax.tools.launch.launcher import Launcher, Plan, render
 from diloco_jax.tools.launch.needs import Needs
 
@@ -43,6 +43,7 @@ def parts(
     config: RunConfig,
     slices: Sequence[IslandMachines],
     needs: Needs,
+    with_syncer: bool,
 ) -> Plan:
     """Return the scripts of a way, and the commands that call them.
 
@@ -50,14 +51,18 @@ def parts(
         learner: template of the script that starts an island's container.
         island_script: returns the script of an island.
         steps: the verbs of the islands' scripts that a launch calls.
+        with_syncer: whether the syncer is at this place, too.
     """
     scripts = {f"islands/{each.name}.sh": island_script(config, each) for each in slices}
-    syncer = {"syncer.sh": syncer_script(config), "syncer-boot.sh": boot_script("vm/syncer-boot.sh")}
+    syncer, made, gone = dict[str, str](), tuple[str, ...](), tuple[str, ...]()
+    if with_syncer:
+        syncer = {"syncer.sh": syncer_script(config), "syncer-boot.sh": boot_script("vm/syncer-boot.sh")}
+        made, gone = ("./syncer.sh create",), ("./syncer.sh delete",)
     environments = {f"islands/{each.name}.env": _lines(common.environment(config, each.name)) for each in slices}
     return Plan(
         files={learner.partition("/")[2]: boot_script(learner), **syncer, **scripts, **environments},
-        create=("./syncer.sh create", *(f"{each} {verb}" for verb in steps for each in scripts)),
-        delete=(*(f"{each} delete" for each in scripts), "./syncer.sh delete"),
+        create=(*made, *(f"{each} {verb}" for verb in steps for each in scripts)),
+        delete=(*(f"{each} delete" for each in scripts), *gone),
     )
 
 
@@ -101,7 +106,7 @@ def group_script(config: RunConfig, each: IslandMachines) -> str:
         "gce/island.sh",
         island=each,
         certificates=common.certificate_files(each.name),
-        flags=flags(*asked_of(cloud_of(config, each.name), "gce").flags),
+        flags=flags(*each.asked.flags),
         image_family=config.cloud.tpu_image_family,
         disk_gb=config.cloud.host_disk_gb,
         private=config.cloud.private,
@@ -118,13 +123,12 @@ def resource_script(config: RunConfig, each: IslandMachines) -> str:
     Each island has a separate resource with one node. Several nodes of one resource would form a multislice job, where
     a host waits for the hosts of all other islands.
     """
-    asked = asked_of(cloud_of(config, each.name), "tpu-vm")
     return render(
         "tpu-vm/island.sh",
         island=each,
         certificates=common.certificate_files(each.name),
-        alpha=asked.alpha,
-        flags=flags(*asked.flags),
+        alpha=each.asked.alpha,
+        flags=flags(*each.asked.flags),
         private=config.cloud.private,
         arguments=" ".join(_learner(each)),
     )

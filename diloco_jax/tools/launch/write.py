@@ -7,11 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco_jax.tools.launch import gke, gpu, pathways, vms
-from diloco_jax.tools.launch.launcher import HEADER, Launcher, Plan
+from diloco_jax.tools.launch.launcher import HEADER, Plan
 
-GOOGLE = (gke.LAUNCHER, pathways.LAUNCHER, vms.GCE, vms.TPU_VM)
-WAYS: dict[str, Launcher | gpu.GpuLauncher] = {way.name: way for way in (*GOOGLE, gpu.SLURM, gpu.SKY)}
 # The file that marks a folder as written by `diloco launch`.
 MARK = "variables.sh"
 # The programs that scripts call, with the way to get each.
@@ -48,9 +45,13 @@ def write(plan: Plan, folder: Path, *, force: bool) -> list[Path]:
 
 
 def check_tools(plan: Plan) -> None:
-    """Check that the programs that scripts call are in PATH; ValueError names the missing ones."""
+    """Check that the programs that scripts call are in PATH; ValueError names the missing ones.
+
+    A command of the plan that is guarded by `command -v NAME` does without the program.
+    """
     scripts = "".join(text for text in plan.files.values() if text.startswith(HEADER))
-    missing = [name for name in TOOLS if f"{name} " in scripts and shutil.which(name) is None]
+    needed = [name for name in TOOLS if f"{name} " in scripts and f"command -v {name} " not in "".join(plan.create)]
+    missing = [name for name in needed if shutil.which(name) is None]
     if missing:
         remedies = "; ".join(TOOLS[name] for name in missing)
         raise ValueError(

@@ -11,19 +11,21 @@ from typing import Any, NamedTuple
 from diloco_jax.core.codec import FORMATS
 from diloco_jax.protocol.pacing import OVERLAP_STEPS_MAX, RECOVERY_TURNS_MAX, WAIT_STEPS_MAX, ProtocolConfig
 from diloco_jax.protocol.turns import Periods
-from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds
+from diloco_jax.sim.goodput.bandwidth import GBIT, TRIPS, Rounds
 from diloco_jax.tools.budget.figures import size
-from diloco_jax.tools.plan.case import Case, changed
-from diloco_jax.tools.plan.forecast import recovery, wait
+from diloco_jax.tools.plan.bucket import HOPS, request_figures
+from diloco_jax.tools.plan.case import BUSY_MAX, Case, changed
+from diloco_jax.tools.plan.forecast import bucket_traffic, recovery, wait
 from diloco_jax.tools.plan.rates import OFF_BY, rate_factor
+from diloco_jax.tools.plan.verdict import MADE_MIN
 from diloco_jax.transport.link import STRIPES_MAX
 
-# The share of a link that rounds may fill on average, because joins, repairs and states need the rest.
-BUSY_MAX = 0.7
 # The range of tau: the paper's value, and the largest one that does not cost quality (arXiv 2501.18512).
 OVERLAP_MIN, OVERLAP_MAX = 2, 5
 # The advised limit of a transfer's time over its expected time.
 RECOVERY_ROOM = 1.5
+# The shortest poll interval that is advised, in seconds: each look takes a request's time.
+POLL_MIN_S = 0.05
 # DiLoCo's H.
 SYNC_EVERY_MAX = 500
 Advice = dict[str, Any]
@@ -44,24 +46,64 @@ class ScheduleChoice(NamedTuple):
     @property
     def busy(self) -> float:
         """Return the planned rate over the payload rate of the link, or the syncer's load if that is more."""
-        return max(self.rounds.planned_gbit_per_s / self.rate, self.case.syncer_busy)
+        return max(self.rounds.planned_gbit_per_s / self.rate, self.case.syncer_busy, self.case.syncer_link_busy)
 
     @property
     def fits(self) -> bool:
-        """Return whether the link carries the rounds with room to spare."""
-        return self.busy <= BUSY_MAX and self.overlap_needed <= OVERLAP_MAX
+        """Return whether the link carries the rounds with room to spare, in a time that the shortest period allows."""
+        shortest = min(min(phase.periods) for phase in self.case.config.protocol.groups.phases)
+        in_time = self.overlap_needed <= min(OVERLAP_MAX, shortest - 1)
+        return self.busy <= BUSY_MAX and in_time and (self.paced or not self.case.by_bucket)
+
+    @property
+    def paced(self) -> bool:
+        """Return whether rounds are due no more often than they can follow each other."""
+        return self.rounds.due_s >= MADE_MIN * self.rounds.pace_s(self.rate)
 
 
 def advise(case: Case) -> list[Advice]:
     """Return one entry per setting with its name, the recommended value, the config's value, and the reason."""
     stripes = stripes_for(case)
-    choice = choose(case, stripes)
-    return [*_turns(case, choice), _stripes(case, stripes), *_rate(choice), *_budget(case), *_others(choice, stripes)]
+    if case.by_bucket:
+        there = changed(case, transport={"poll_s": poll_for(case)})
+        choice = choose(there, stripes)
+        own = _poll(case, there, choice)
+    else:
+        choice = choose(case, stripes)
+        own = _stripes(case, stripes)
+    return [*_turns(case, choice), own, *_rate(choice), *_budget(case), *_others(choice, stripes)]
+
+
+def poll_for(case: Case) -> float:
+    """Choose the poll interval of a bucket: the config's, or a shorter one with which fragments return in time."""
+    now, rounds = case.config.transport.poll_s, case.rounds()
+    late_s = rounds.age_s(case.usable_gbit_per_s()) - OVERLAP_MAX * case.step_s
+    shorter = now - late_s / HOPS
+    return now if late_s <= 0 or shorter < POLL_MIN_S else float(f"{0.99 * shorter:.2g}")
+
+
+def _poll(case: Case, there: Case, choice: ScheduleChoice) -> Advice:
+    """Advise on the poll interval, with the price of its requests."""
+    now, poll_s = case.config.transport.poll_s, there.config.transport.poll_s
+    figures = request_figures(case.config.transport.address, bucket_traffic(choice.case))
+    why = f"each island looks for messages once per interval, and a round passes the bucket {HOPS} times"
+    if poll_s < now:
+        steps = case.rounds().overlap_needed(choice.rate)
+        why += f"; with {now:g} s a version would arrive after {steps} steps, and more than {OVERLAP_MAX} cost quality "
+        why += "(arXiv 2501.18512)"
+    elif choice.overlap_needed > OVERLAP_MAX:
+        why += ", but a shorter interval alone does not bring versions back in time"
+    price = figures["price_per_day"]
+    cost = "" if price is None else f", for {price:,.2f} dollars"
+    why += f"; that is {figures['requests_per_day']:,.0f} requests per day of all processes{cost}"
+    return _entry("transport.poll_s", poll_s, now, why)
 
 
 def stripes_for(case: Case) -> int:
     """Choose the number of connections: the config's if it carries rounds and recoveries, else enough for the link."""
     now, share = case.config.transport.stripes, case.assumed.link_gbit_per_s / case.per_site
+    if case.by_bucket:
+        return now
     fill = min(STRIPES_MAX, max(1, math.ceil(share / case.stripe_gbit_per_s)))
     back = recovery(case)
     own, most = (_choice(case, count) for count in (now, max(now, fill)))
@@ -147,6 +189,8 @@ def _turns(case: Case, choice: ScheduleChoice) -> list[Advice]:
             f"({rounds.sync_every * case.step_s:.3g} s){' or more often' * there.by_class}; a smaller H means less "
             "drift, so it is raised only if necessary"
         )
+        if case.by_bucket:
+            why_h += f"; through the bucket rounds follow each other after {rounds.pace_s(rate):.3g} s at the earliest"
     else:
         why_h = f"{carries}: {choice.busy:.0%}, more than {BUSY_MAX:.0%} even with the largest H that is tried"
     why_wire = f"{carries} in these formats" if formats == wire else _too_wide(case, rate)
@@ -187,9 +231,15 @@ def _why_fragments(choice: ScheduleChoice) -> str:
 
 def _why_tau(case: Case, choice: ScheduleChoice) -> str:
     rounds, age_s = choice.rounds, choice.rounds.age_s(choice.rate)
+    way_s = TRIPS * rounds.round_trip_s
+    way = (
+        f"{way_s:.3g} s for {HOPS} ways through the bucket"
+        if case.by_bucket
+        else f"{1e3 * way_s:.3g} ms for 1.5 round trips"
+    )
     why = (
         f"over this link a version arrives {age_s:.3g} s after the copies that it merges (half a step for reports, "
-        f"{1.5 * case.assumed.round_trip_ms:.3g} ms for 1.5 round trips, {rounds.merge_s:.2g} s to merge, "
+        f"{way}, {rounds.merge_s:.2g} s to merge, "
         f"{_travel_s(choice):.2g} s up and down, {rounds.arrive_s:.2g} s to read on islands), which is "
         f"{age_s / case.step_s:.2g} steps of {case.step_s:.3g} s; at least {OVERLAP_MIN} leave room for the grace "
         "window"

@@ -13,17 +13,23 @@ from diloco_jax.core.fragments import Fragment
 from diloco_jax.runtime.island.adoptions import THREADS_MAX
 from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.sim.goodput.bandwidth import Rounds
+from diloco_jax.settings.slices import gpu_peak_flops
+from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds
 from diloco_jax.sim.goodput.settings import Assumptions
 from diloco_jax.tools.budget.memory import base_parameters, held_elements, num_parameters
 from diloco_jax.tools.budget.needs import IslandOutline, link_needs, outlines
+from diloco_jax.tools.plan.bucket import hop_s
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.flops import model_flops
+from diloco_jax.transport.link import bucket_scheme
+from diloco_jax.transport.store.store import PIECE_BYTES
 
 # Share of a link's rate that payloads reach: 1 Gbit/s, 60 ms, 8 stripes; docs/log.md, 2026-11-21.
 PAYLOAD_SHARE = 0.92
 # Share of a window per round trip that one connection moves in practice; docs/benchmarks.md.
 WINDOW_SHARE = 2 / 3
+# The share of a link that rounds may fill on average, because joins, repairs and states need the rest.
+BUSY_MAX = 0.7
 # Bits of a byte.
 BITS = 8
 # Inner step for unknown chips, from the paper's Table 13.
@@ -95,24 +101,50 @@ class Case:
         return base_parameters(self.blueprint)
 
     @property
+    def by_bucket(self) -> bool:
+        """Return whether islands and syncer meet in a bucket."""
+        return bool(bucket_scheme(self.config.transport.address))
+
+    @property
+    def request_s(self) -> float:
+        """Return the time of a request: to the syncer and back, or to the bucket."""
+        return self.assumed.round_trip_ms * 1e-3
+
+    @property
+    def round_trip_s(self) -> float:
+        """Return the mean time of a message to the syncer and back, twice that of a hop through a bucket."""
+        return 2 * hop_s(self.config.transport.poll_s, self.request_s) if self.by_bucket else self.request_s
+
+    @property
     def stripe_gbit_per_s(self) -> float:
         """Return the rate of one connection: most of a window per round trip."""
-        round_trip_s = self.assumed.round_trip_ms * 1e-3
+        round_trip_s = self.request_s
         return WINDOW_SHARE * self.assumed.tcp_window_mb * 8e-3 / round_trip_s if round_trip_s else math.inf
 
     def usable_gbit_per_s(self, stripes: int | None = None) -> float:
         """Return a learner's payload rate over its share of the link, with `stripes` or the config's connections.
 
-        It is at most its part of what the syncer's process moves when all learners send at once, in one direction.
+        Through a bucket it makes one request after the other, each for a piece of a payload. The rate is at most its
+        part of what the syncer's process moves when all learners send at once, in one direction.
         """
         stripes = stripes or self.config.transport.stripes
-        link = min(self.assumed.link_gbit_per_s / self.per_site * PAYLOAD_SHARE, stripes * self.stripe_gbit_per_s)
+        link = self.assumed.link_gbit_per_s / self.per_site * PAYLOAD_SHARE
+        if self.by_bucket:
+            link = PIECE_BYTES / GBIT / (PIECE_BYTES / GBIT / link + self.request_s)
+        else:
+            link = min(link, stripes * self.stripe_gbit_per_s)
         return min(link, 2 * self.assumed.syncer_gb_per_s * BITS / self.learners)
 
     @property
     def syncer_busy(self) -> float:
         """Return the mean traffic of all rounds over what the syncer's process can carry."""
         return self.learners * self.rounds().planned_gbit_per_s / BITS / self.assumed.syncer_gb_per_s
+
+    @property
+    def syncer_link_busy(self) -> float:
+        """Return the mean traffic of all rounds over what the syncer's own link carries; 0 if no link was given."""
+        usable = self.assumed.syncer_link_gbit_per_s * PAYLOAD_SHARE
+        return self.learners * self.rounds().planned_gbit_per_s / usable if usable else 0.0
 
     def rounds(self, up: Format | None = None, down: Format | None = None) -> Rounds:
         """Describe one learner's rounds, in the given formats or the config's."""
@@ -121,7 +153,7 @@ class Case:
         threads = self.config.syncer.merge_threads or assumed.syncer_cores
         return link_needs(self.run, up, down).rounds(
             self.step_s,
-            1e-3 * assumed.round_trip_ms,
+            self.round_trip_s,
             assumed.merge_ns * 1e-9 * largest * self.learners / min(threads, assumed.syncer_cores),
             self.arrive_s,
         )
@@ -183,10 +215,16 @@ def changed(case: Case, **sections: Mapping[str, Any]) -> Case:
 def _timed(config: RunConfig, each: IslandOutline, assumed: Assumptions) -> TimedKind:
     if assumed.step_s:
         return TimedKind(each, assumed.step_s, "given")
-    topology, seq_len = each.kind.topology, config.train.seq_len
-    if not topology:
-        return TimedKind(each, ASSUMED_STEP_S, "assumed, as no chips are named; say --step-s")
+    topology, seq_len, gpu = each.kind.topology, config.train.seq_len, each.kind.island.accelerator
+    gpu_flops = gpu_peak_flops(gpu) if gpu and not topology else None
+    if topology is None and gpu_flops is None:
+        unnamed = f"the peak of {gpu} is unknown" if gpu else "no chips are named"
+        return TimedKind(each, ASSUMED_STEP_S, f"assumed, as {unnamed}; say --step-s")
+    if topology is not None:
+        peak_flops, chips = topology.peak_flops, str(topology)
+    else:
+        peak_flops, chips = (gpu_flops or 0.0) * each.kind.chips, f"{each.kind.chips} {gpu}"
     shapes, batch = each.blueprint.shapes, each.kind.island.batch_size
     flops = model_flops(config.model, shapes, batch, seq_len, config.data.soft_tokens).flops
-    how = f"model FLOPs at {assumed.mfu:.0%} of the peak of {topology}"
-    return TimedKind(each, flops / (topology.peak_flops * assumed.mfu), how)
+    how = f"model FLOPs at {assumed.mfu:.0%} of the peak of {chips}"
+    return TimedKind(each, flops / (peak_flops * assumed.mfu), how)

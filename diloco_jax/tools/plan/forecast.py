@@ -25,7 +25,10 @@ from diloco_jax.sim.goodput.methods import Cell, Wan, expected
 from diloco_jax.sim.goodput.settings import YEAR_S
 from diloco_jax.tools.budget.memory import moments_on_host
 from diloco_jax.tools.budget.needs import link_needs, syncer_needs
-from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case
+from diloco_jax.tools.plan.bucket import BucketTraffic, request_figures
+from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case, changed
+from diloco_jax.tools.plan.growth import growth
+from diloco_jax.tools.plan.prices import prices
 from diloco_jax.tools.plan.verdict import verdict
 from diloco_jax.training.whole_state.moving import MovingLayout
 
@@ -36,6 +39,7 @@ GAP_STEPS = 0.5
 STATE_TURNS = 1.3
 DAY_S = 86400.0
 ROUND_TRIPS_MS = (1.0, 10.0, 50.0, 100.0, 200.0)
+POLLS_S = (0.1, 0.5, 1.0, 2.0, 5.0)
 # The seed of the simulated failures.
 SEED = 0
 # The simulated failures, on average.
@@ -76,16 +80,25 @@ def rate_rows(case: Case) -> list[dict[str, Any]]:
 
 
 def latency_rows(case: Case) -> list[dict[str, Any]]:
-    """Return the steps of overlap that each round trip needs, over the given link and over an infinitely fast one."""
-    own = case.assumed.round_trip_ms
+    """Return the steps of overlap that each round trip needs, over the given link and over an infinitely fast one.
+
+    Through a bucket the rows are for poll intervals, with the given time of a request.
+    """
+    if case.by_bucket:
+        what, own, others = "poll_s", case.config.transport.poll_s, POLLS_S
+    else:
+        what, own, others = "round_trip_ms", case.assumed.round_trip_ms, ROUND_TRIPS_MS
     rows = []
-    for round_trip_ms in sorted({*ROUND_TRIPS_MS, own}):
-        there = replace(case, assumed=replace(case.assumed, round_trip_ms=round_trip_ms))
+    for each in sorted({*others, own}):
+        if case.by_bucket:
+            there = changed(case, transport={what: each})
+        else:
+            there = replace(case, assumed=replace(case.assumed, round_trip_ms=each))
         rounds, rate = there.rounds(), there.usable_gbit_per_s()
         rows.append(
             {
-                "round_trip_ms": round_trip_ms,
-                "given": round_trip_ms == own,
+                what: each,
+                "given": each == own,
                 "overlap_steps": rounds.overlap_needed(math.inf),
                 "overlap_steps_over_link": rounds.overlap_needed(rate),
                 "round_s_over_link": rounds.round_s(rate),
@@ -155,7 +168,7 @@ def syncer_load(case: Case) -> dict[str, Any]:
 def _state_rate(case: Case, rate: float, state_bytes: float) -> float:
     """Return the bytes of a state per second, from its request to its arrival, over links of `rate` bytes/s."""
     donor = max(rate - GBIT * case.rounds().planned_gbit_per_s, rate / 2)
-    trips_s = 2 * case.assumed.round_trip_ms * 1e-3
+    trips_s = 2 * case.round_trip_s
     few_bytes = PARTS_IN_FLIGHT_MIN * STATE_PART_BYTES
     if state_bytes > few_bytes and few_bytes * (1 / rate + 1 / donor) + trips_s > PART_S:
         return donor / STATE_TURNS
@@ -250,6 +263,27 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
     }
 
 
+def bucket_traffic(case: Case) -> BucketTraffic:
+    """Return what the processes of a case say to each other, for the model of requests to a bucket."""
+    transport, needs = case.config.transport, link_needs(case.run)
+    turns = needs.turns or (1,) * len(needs.up_bytes)
+    up, down = (
+        [size for size, n in zip(sizes, turns, strict=True) for _ in range(n)]
+        for sizes in (needs.up_bytes, needs.down_bytes)
+    )
+    return BucketTraffic(
+        poll_s=transport.poll_s,
+        keepalive_s=transport.keepalive_s,
+        request_s=case.request_s,
+        islands=case.learners,
+        hosts=max(kind.outline.kind.island.hosts for kind in case.kinds),
+        step_s=case.step_s,
+        due_s=case.rounds().due_s,
+        up_bytes=up,
+        down_bytes=down,
+    )
+
+
 def cost(case: Case, goodput: float) -> dict[str, Any]:
     """Return the traffic per day, and the costs per day of everything that has a price."""
     assumed, steps = case.assumed, DAY_S / case.step_s
@@ -257,8 +291,8 @@ def cost(case: Case, goodput: float) -> dict[str, Any]:
     moved = case.learners * (rounds.up_total_bytes + rounds.down_total_bytes) / rounds.sync_every * steps
     ring = 2 * case.parameters * ring_factor(case.sites) * case.sites * steps
     found: dict[str, Any] = {"egress_gb_per_day": moved / 1e9, "data_parallel_egress_gb_per_day": ring / 1e9}
-    if assumed.price_per_chip_hour:
-        found["chips_per_day"] = 24 * case.chips * assumed.price_per_chip_hour
+    if priced := prices(case):
+        found |= priced
         found["chips_wasted_per_day"] = (1 - goodput) * found["chips_per_day"]
     if assumed.price_per_egress_gb:
         found["egress_per_day"] = moved / 1e9 * assumed.price_per_egress_gb
@@ -298,12 +332,14 @@ def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "link": link_state(case),
         "latency": latency_rows(case),
         "syncer": load,
+        "growth": growth(case),
         "memory": {
             "islands": [kind.outline.as_dict() for kind in case.kinds],
             "syncer": syncer_needs(case.run)[0]._asdict(),
         },
         "recovery": back,
         "goodput": goodput,
+        "bucket": request_figures(case.config.transport.address, bucket_traffic(case)) if case.by_bucket else None,
         "cost": cost(case, goodput["goodput"]),
         "advice": list(advice),
     }

@@ -6,6 +6,7 @@ from typing import Any
 
 from diloco_jax.sim.goodput.bandwidth import UTILISATIONS
 from diloco_jax.tools.budget.figures import count, duration, size
+from diloco_jax.tools.plan.growth import MANY
 from diloco_jax.tools.plan.verdict import describe_verdict
 
 Row = Mapping[str, Any]
@@ -22,11 +23,12 @@ def describe(result: Row) -> str:
         _rates(result),
         _link(result["link"], tau),
         _latency(result["latency"]),
-        _syncer(result["syncer"]),
+        _syncer(result["syncer"]) + _growth(result["growth"]),
         _memory(result["memory"]),
         _recovery(result["recovery"]),
         _goodput(result["goodput"], result["run"]),
         _advice(result["advice"]),
+        *([_bucket(result["bucket"])] if result["bucket"] else []),
         _cost(result["cost"]),
     ]
     return "\n\n".join("\n".join(lines) for lines in paragraphs)
@@ -115,8 +117,10 @@ def _wait(wait: Row) -> list[str]:
 
 
 def _latency(rows: list[Row]) -> list[str]:
-    return ["round trip, ms       tau at any rate  tau on this link     a round there"] + [
-        f"  {row['round_trip_ms']:<16g}{row['overlap_steps']:>18}{row['overlap_steps_over_link']:>18}"
+    name = "poll_s" if "poll_s" in rows[0] else "round_trip_ms"
+    title = "poll interval, s" if name == "poll_s" else "round trip, ms"
+    return [f"{title:<16}     tau at any rate  tau on this link     a round there"] + [
+        f"  {row[name]:<16g}{row['overlap_steps']:>18}{row['overlap_steps_over_link']:>18}"
         f"{row['round_s_over_link']:>16.3g} s{'   (yours)' if row['given'] else ''}"
         for row in rows
     ]
@@ -129,6 +133,25 @@ def _syncer(load: Row) -> list[str]:
         f"              {load['gbit_per_s_each_way']:.3g} Gbit/s each way for all islands together, "
         f"{load['busy']:.0%} of what one process can carry",
     ]
+
+
+def _growth(found: Row) -> list[str]:
+    link, most, process = found["syncer_link_gbit_per_s"], found["link_learners_max"], found["process_learners_max"]
+    rates = (
+        f"each island sends it {found['from_each_gbit_per_s']:.3g} and gets {found['to_each_gbit_per_s']:.3g} Gbit/s"
+    )
+    assumed = "" if found["given"] else " (assumed: --syncer-link-gbit-per-s)"
+    instead = ", ".join(f"{name} {_islands(count)}" for name, count in found["remedies"].items())
+    return [
+        f"              {rates}",
+        f"              its link of {link:.3g} Gbit/s{assumed} serves up to M = {_islands(most)}, its process "
+        f"{_islands(process)}",
+        f"              the link serves up to M, with one change: {instead}",
+    ]
+
+
+def _islands(count: int) -> str:
+    return f"{count} or more" if count >= MANY else str(count)
 
 
 def _memory(memory: Row) -> list[str]:
@@ -180,6 +203,20 @@ def _goodput(found: Row, run: Row) -> list[str]:
     ]
 
 
+def _bucket(bucket: Row) -> list[str]:
+    lines = [f"bucket        {bucket['address']}: a message takes {bucket['hop_s']:.3g} s through it on average"]
+    for who in ("island", "syncer"):
+        each = bucket[who]
+        writes, reads = each["puts"] + each["lists"], each["gets"] + each["misses"]
+        lines.append(
+            f"              {'each island' if who == 'island' else 'the syncer'}: {writes:,.0f} writes and listings, "
+            f"{reads:,.0f} reads per day, {each['misses']:,.0f} of them in vain"
+        )
+    price = bucket["price_per_day"]
+    known = "" if price is None else f": {price:,.2f} dollars ({bucket['price_source']})"
+    return [*lines, f"              together {bucket['requests_per_day']:,.0f} requests per day{known}"]
+
+
 def _cost(cost: Row) -> list[str]:
     moved, ring = size(1e9 * cost["egress_gb_per_day"]), size(1e9 * cost["data_parallel_egress_gb_per_day"])
     lines = [f"per day       {moved} leave sites, {ring} with data parallel at full speed"]
@@ -188,11 +225,27 @@ def _cost(cost: Row) -> list[str]:
             f"              chips cost {cost['chips_per_day']:,.2f}, including {cost['chips_wasted_per_day']:,.2f} for "
             "steps lost to failures"
         )
+        lines += _of_islands(cost["islands"])
     if "egress_per_day" in cost:
         lines.append(
             f"              traffic costs {cost['egress_per_day']:,.2f}, with data parallel "
             f"{cost['data_parallel_egress_per_day']:,.2f}"
         )
+    return lines
+
+
+def _of_islands(rows: list[Row]) -> list[str]:
+    """Format the price of each island, if islands differ."""
+    if len(rows) < 2:
+        return []
+    lines = []
+    for row in rows:
+        names, where = row["islands"], f" in {row['where']}" if row["where"] else ""
+        whose = names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
+        at = f" at {row['provider']}" if row["provider"] else ""
+        unknown = row["price_per_chip_hour"] is None
+        price = "no price, not counted" if unknown else f"{row['per_day']:,.2f}"
+        lines.append(f"                {whose}: {row['machine']}{at}{where}: {price}")
     return lines
 
 

@@ -15,7 +15,7 @@ def verdict(result: Row) -> dict[str, Any]:
     """Judge a forecast.
 
     Args:
-        result: Link, memory and advice, as `forecast` returns them.
+        result: Link, growth, memory and advice, as `forecast` returns them.
 
     Returns:
         `fits`, whether chips and hosts have the memory that is known to be needed, None where no limit is known;
@@ -41,6 +41,11 @@ def verdict(result: Row) -> dict[str, Any]:
     if not enough:
         unit = "of the due rounds are made" if result["run"]["overlap_steps"] else "of the time is left for steps"
         problems.append(f"over this link only {link['utilisation']:.0%} {unit}")
+    grown = result["growth"]
+    if grown["given"] and grown["share"] > 1:
+        enough = False
+        link_rate = f"{grown['syncer_link_gbit_per_s']:.3g} Gbit/s"
+        problems.append(f"rounds would fill {grown['share']:.0%} of the syncer's link of {link_rate}")
     changed = {each["setting"]: each["value"] for each in result["advice"] if each["change"]}
     alone = link["data_parallel_utilisation"] * result["goodput"]["rigid_goodput"]
     return {"fits": fits, "link_enough": enough, "data_parallel": alone, "problems": problems, "change": changed}

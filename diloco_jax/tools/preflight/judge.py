@@ -147,12 +147,15 @@ def preflight(config: RunConfig, slices: Sequence[str], say: Say) -> dict[str, A
       say: is called with a line about each program.
 
     Returns:
-      rows (one per program), islands (one per kind), problems, advice, and ok.
+      rows (one per program), islands (one per kind), not_compiled (one per kind without a slice), problems, advice, and
+      ok.
 
     Raises:
       ValueError: an island has no slice, or as `compile_island`.
     """
-    result: dict[str, Any] = {"rows": [], "islands": [], "problems": [], "advice": []}
+    result: dict[str, Any] = {"rows": [], "islands": [], "not_compiled": [], "problems": [], "advice": []}
+    if not slices:
+        result["not_compiled"] = [_not_compiled(kind) for kind in kinds_of(config) if not kind.topology]
     for there, kind in cases_of(config, slices):
         _judge(there, kind, compile_island(there, kind.island, say), result)
     result["ok"] = not result["problems"]
@@ -163,14 +166,26 @@ def preflight(config: RunConfig, slices: Sequence[str], say: Say) -> dict[str, A
 
 
 def cases_of(config: RunConfig, slices: Sequence[str]) -> list[tuple[RunConfig, IslandKind]]:
-    """List the kinds of islands with the config on each slice; ValueError if an island has no slice that fits."""
+    """List the kinds of islands on a slice, with the config on each slice; ValueError if no island has one that fits.
+
+    GPUs and CPUs have no compiler here, so islands on them are left out if others have a slice.
+    """
     configs = [_moved(config, name) for name in dict.fromkeys(slices)] or [config]
-    cases = [(there, kind) for there in configs for kind in kinds_of(there)]
-    if bare := next((kind.names[0] for _, kind in cases if not kind.topology), ""):
+    every = [(there, kind) for there in configs for kind in kinds_of(there)]
+    cases = [(there, kind) for there, kind in every if kind.topology]
+    if not cases:
         raise ValueError(
-            f"{bare} names no TPU slice; add --topology v5p:2x2x1, or set islands.topology and islands.devices auto"
+            f"{every[0][1].names[0]} names no TPU slice; add --topology v5p:2x2x1, or set islands.topology and "
+            "islands.devices auto"
         )
     return cases
+
+
+def _not_compiled(kind: IslandKind) -> dict[str, Any]:
+    """Return a kind of islands that has no slice, with the reason in words."""
+    what = f"{kind.chips} GPUs ({kind.island.accelerator})" if kind.island.accelerator else f"{kind.chips} devices"
+    why = "preflight compiles for TPUs only; diloco plan estimates the memory of other devices"
+    return {"islands": list(kind.names), "on": what, "why": why}
 
 
 def _moved(config: RunConfig, slice_name: str) -> RunConfig:

@@ -19,11 +19,16 @@ def describe(result: Mapping[str, Any]) -> str:
         lines += [*_heading(island), "", *_table(rows[:count]), "", *_island(island), ""]
         rows = rows[count:]
     slow, fast = result["syncer_gbit_per_s"]
-    lines.append(f"syncer        {slow:.3g} to {fast:.3g} Gbit/s each way for all islands together")
+    whom = "the compiled islands" if result["not_compiled"] else "all islands"
+    lines.append(f"syncer        {slow:.3g} to {fast:.3g} Gbit/s each way for {whom} together")
+    lines += [
+        f"not compiled  {', '.join(one['islands'])} on {one['on']}: {one['why']}" for one in result["not_compiled"]
+    ]
     for name in ("problems", "advice"):
         if result[name]:
             lines += ["", f"{name}:", *(f"  {line}" for line in result[name])]
-    lines += ["", "everything fits" if result["ok"] else "does not fit as it is"]
+    fits = "everything that was compiled fits" if result["not_compiled"] else "everything fits"
+    lines += ["", fits if result["ok"] else "does not fit as it is"]
     return "\n".join(lines)
 
 

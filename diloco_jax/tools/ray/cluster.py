@@ -5,16 +5,20 @@ cluster's autoscaler counts the islands that wait as demand. The run starts with
 """
 
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from diloco_jax.runtime.local.machine import MEMORY_SETTINGS, SHARED_MEMORY, Machine, count_of, settings_of
 from diloco_jax.runtime.local.processes import Process
 from diloco_jax.runtime.records.files import CONFIG_FILE, LOGS
+from diloco_jax.runtime.records.liveness import tell_phase
 from diloco_jax.runtime.records.status import COMPLETE, last_state
 from diloco_jax.settings.islands import ACCELERATORS, IslandConfig
 from diloco_jax.settings.run import RunConfig
@@ -26,10 +30,16 @@ from diloco_jax.transport.link import split_address
 from diloco_jax.transport.trust.security import is_loopback
 
 SETTING, REMEDY = "islands.ray", "leave islands.ray out to train on this machine"
+# What Ray prints, in the folder of the run's logs.
+RAY_LOG = "ray.log"
 # Certificates that the command makes, in the folder of the run.
 CERTIFICATES = "certs"
 # After the end of a run, the threads of its islands have so long to give their places back.
-END_S = 30.0
+END_S = 15.0
+LEAVE_S = 10.0
+# Ray ends this process when its head node has not answered for 60 s. The run ends in order before that.
+HEAD_LOST_S = 15.0
+HEAD_POLL_S = 2.0
 
 
 @contextmanager
@@ -39,28 +49,39 @@ def on_cluster(
     """Connect to the cluster that `islands.ray` names, and yield the run's config there, and the place of its islands.
 
     The config in the run's folder gets an address that other nodes reach, and certificates if the run has none. At the
-    end nothing of the run is left on the cluster.
+    end nothing of the run is left on the cluster. Meanwhile standard output is Ray's, so `say` must write elsewhere.
 
     Raises:
         ValueError: Ray is missing, or the cluster cannot be reached.
     """
-    ray, address = import_ray(), config.islands.ray
+    # Ray reads this variable when it is imported. If Ray ends this process, the syncer must be able to save the model.
+    os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
+    ray, address, run_dir = import_ray(), config.islands.ray, run_dir.resolve()
     if address != "auto":
         check_reachable(address, SETTING, REMEDY)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise no_cluster(address, error, SETTING, REMEDY) from error
-    try:
-        run_dir = run_dir.resolve()
-        config = reachable(config, run_dir, ray.util.get_node_ip_address())
-        islands = RayIslands(ray, config, run_dir, say)
+    (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
+    # Ray prints paragraphs about the cluster's nodes.
+    with (run_dir / LOGS / RAY_LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
         try:
-            yield config, islands
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except ConnectionError as error:
+            # Ray's message names options that `diloco train` does not have.
+            unknown = ConnectionError("Ray does not run on this machine") if address == "auto" else error
+            raise no_cluster(address, unknown, SETTING, REMEDY) from error
+        except (RuntimeError, ValueError, TimeoutError) as error:
+            raise no_cluster(address, error, SETTING, REMEDY) from error
+        try:
+            config = reachable(config, run_dir, ray.util.get_node_ip_address())
+            islands = RayIslands(ray, config, run_dir, say)
+            try:
+                yield config, islands
+            finally:
+                islands.end()
         finally:
-            islands.end()
-    finally:
-        ray.shutdown()
+            # Without its head node the cluster does not answer.
+            leaving = threading.Thread(name="ray-shutdown", target=ray.shutdown, daemon=True)
+            leaving.start()
+            leaving.join(LEAVE_S)
 
 
 def reachable(config: RunConfig, run_dir: Path, node_ip: str) -> RunConfig:
@@ -122,9 +143,28 @@ class RayIslands:
         launches = [launch_of(self._config, name, self._run_dir, address, incarnation, n) for n in range(island.hosts)]
         # Ray wants unique names of placement groups, and the one before may not be removed yet.
         title, bundles = f"{self._config.name} {name} {incarnation}", [island.resources] * island.hosts
-        request = Request(self._ray, Placement(name, title, address, bundles, launches, log), self._say, self._over)
+        placement = Placement(name, title, address, bundles, launches, log)
+        request = Request(self._ray, placement, self._say, partial(tell_phase, self._run_dir, name), self._over)
         self._requests = [request, *(each for each in self._requests if not each.ended)]
         return [Process(name, process, log, begins) for process in request.processes]
+
+    def watch(self, stop: threading.Event) -> None:
+        """Set `stop` if the head node of the cluster does not answer any more, so that the run ends in order."""
+        address = self._ray.get_runtime_context().gcs_address
+        threading.Thread(name="ray-head", target=self._watch, args=(address, stop), daemon=True).start()
+
+    def _watch(self, address: str, stop: threading.Event) -> None:
+        host, port = split_address(address)
+        answered_s = time.monotonic()
+        while not stop.wait(HEAD_POLL_S):
+            with suppress(OSError):
+                socket.create_connection((host, port), HEAD_POLL_S).close()
+                answered_s = time.monotonic()
+            if time.monotonic() > answered_s + HEAD_LOST_S:
+                self._say(
+                    f"the head node of the Ray cluster at {address} is lost, so the run stops; start Ray, and resume"
+                )
+                stop.set()
 
     def _over(self) -> bool:
         """Tell whether the run needs no island any more, not even to evaluate the final model."""

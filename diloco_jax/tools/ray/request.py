@@ -59,8 +59,11 @@ class RemoteProcess:
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
-        if not self._ended.wait(timeout):
-            raise subprocess.TimeoutExpired("an island on Ray", timeout or 0.0)
+        """Wait for the end; without a timeout only after a kill, which Ray may be unable to deliver."""
+        if not self._ended.wait(KILL_S if timeout is None else timeout):
+            if timeout is not None:
+                raise subprocess.TimeoutExpired("an island on Ray", timeout)
+            self.end(-signal.SIGKILL)
         assert self.returncode is not None
         return self.returncode
 
@@ -116,15 +119,22 @@ class Request:
     Args:
         ray: the module, connected to the cluster.
         say: gets one line for people when the island waits, and one when it is placed.
+        tell: gets what the island waits for as long as it waits, and "" after that, for status and live view.
         over: tells whether the run is complete, so that no island must start any more.
     """
 
     def __init__(
-        self, ray: Any, placement: Placement, say: Callable[[str], None], over: Callable[[], bool] = lambda: False
+        self,
+        ray: Any,
+        placement: Placement,
+        say: Callable[[str], None],
+        tell: Callable[[str], None] = lambda _: None,
+        over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._ray = ray
         self._placement = placement
         self._say = say
+        self._tell = tell
         self._over = over
         self.processes = [RemoteProcess() for _ in placement.bundles]
         self._group: Any = None
@@ -161,9 +171,11 @@ class Request:
             # Ray raises errors of many kinds when it loses nodes or its own processes.
             status = self._status_of(error)
         finally:
-            self._give_back()
+            self._tell("")
+            # Ray may not answer when the place is given back.
             for each in self.processes:
                 each.end(status)
+            self._give_back()
 
     def _place(self) -> None:
         """Ask for the place and wait until Ray has it; _Stopped if the island need not run any more."""
@@ -177,8 +189,11 @@ class Request:
             self._check_stop()
             if not told and time.monotonic() > begins_s + PLACED_AT_ONCE_S:
                 told = True
-                self._say(waiting(placement.name, placement.bundles, self._ray.nodes()))
+                line = waiting(placement.bundles, self._ray.nodes())
+                self._say(f"{placement.name} {line}")
+                self._tell(line)
         self._check_stop()
+        self._tell("")
         self._ray.get(ready)
         nodes = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         self._nodes = list(dict.fromkeys(node for _, node in sorted(nodes.items())))
@@ -248,7 +263,7 @@ class Request:
     def _status_of(self, error: Exception) -> int:
         """Return the exit status that stands for an error of Ray, and write the reason to the island's log.
 
-        A node that is lost is no failure of the island.
+        The loss of a node does not count as a failure of the island.
         """
         lost: list[Mapping[str, Any]] = []
         # Ray may be lost as a whole.
@@ -300,15 +315,15 @@ def bundle_text(bundles: Sequence[Mapping[str, float]]) -> str:
     return f"{len(bundles)} x " * (len(bundles) > 1) + resources_text(bundles[0])
 
 
-def waiting(name: str, bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line about an island that waits; it names resources that no node of the cluster has.
+def waiting(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, Any]]) -> str:
+    """Return what an island waits for; it names resources that no node of the cluster has.
 
     Args:
         bundles: the resources of each process of the island.
         nodes: Ray's description of its nodes.
     """
     bundle = bundles[0]
-    line = f"{name} waits for {bundle_text(bundles)}"
+    line = f"waits for {bundle_text(bundles)}"
     have = [node["Resources"] for node in nodes if node.get("Alive")]
     lacking = {key: amount for key, amount in bundle.items() if all(each.get(key, 0) < amount for each in have)}
     if not lacking and not any(all(each.get(key, 0) >= amount for key, amount in bundle.items()) for each in have):

@@ -150,7 +150,7 @@ class BucketListener(Listener):
         self._closing.set()
         for thread in (self._thread, *self._handling):
             thread.join(max(0.1, until_s - time.monotonic()))
-        self._term.close()
+        self._term.close(max(0.1, until_s - time.monotonic()))
         with contextlib.suppress(StoreError):
             self._sweep()
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from diloco_jax.protocol.messages import SYNCER, CutFragment, Message
+from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport import wire
 from diloco_jax.transport.bucket.stream import (
     OBJECT_BYTES,
@@ -433,9 +434,9 @@ class BucketSession(Session):
 
     def _take(self, batch: pb.Batch) -> None:
         self._acknowledge(batch)
-        if batch.refused:
-            self.refused, self.final = batch.refused, batch.final
-            self.fail(batch.refused)
+        if batch.refused and not self._serves:
+            self.refused, self.final = clean(batch.refused, REASON_LENGTH_MAX), batch.final
+            self.fail(self.refused)
             return
         for each in batch.entries:
             received = self._reader.entry(each)

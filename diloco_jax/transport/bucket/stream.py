@@ -78,7 +78,7 @@ class Shared:
 
 
 class StreamPlace(NamedTuple):
-    """Where a session's streams are."""
+    """The place of a session's streams."""
 
     bucket: Bucket
     epoch: int

@@ -1,4 +1,4 @@
-"""What a syncer tells about its run to a loop of a user, or to a subscriber, before it joins."""
+"""The description of a run, which a syncer gives to a loop of a user, or to a subscriber, before it joins."""
 
 from typing import NamedTuple
 

@@ -24,6 +24,8 @@ from diloco_jax.transport.trust.security import read_token
 LEADER_BYTES_MAX = 4096
 # Leaders with a false name in a listing are passed over; more than these are not looked at.
 LOOKED_AT_MAX = 20
+# Listings, while objects disappear between a listing and their reading.
+LOOKS_MAX = 3
 # A leader without a sign of life for this long has ended; it gives one every five seconds.
 LIFE_S = 12.0
 # Places where no stranger reads what is written.
@@ -51,7 +53,7 @@ class Bucket:
 
     Args:
         config: Settings with a bucket as address.
-        requests: As for `Store`.
+        requests: As for `ObjectStore`.
 
     Raises:
         ValueError: The address, the environment or the token cannot be used, a package is not installed, or anybody who
@@ -139,18 +141,23 @@ class Bucket:
 
         StoreError if the store does not answer.
         """
-        # `diloco clean` deletes what is ours alone, so nothing else may keep a syncer from leading.
-        numbers = [(names.epoch_of(key), key) for key in self.store.list(names.LEADER) if names.is_ours(key)]
-        unreadable: list[str] = []
-        for epoch, key in sorted(numbers, reverse=True)[:LOOKED_AT_MAX]:
-            try:
-                content = self.read(key, LEADER_BYTES_MAX)
-            except (TooLarge, Unsealed):
-                unreadable.append(key)
-                continue
-            if content is not None:
-                return _read_leader(epoch, content), unreadable
-        return None, unreadable
+        for _ in range(LOOKS_MAX):
+            gone, unreadable = False, list[str]()
+            # `diloco clean` deletes what is ours alone, so nothing else may keep a syncer from leading.
+            numbers = [(names.epoch_of(key), key) for key in self.store.list(names.LEADER) if names.is_ours(key)]
+            for epoch, key in sorted(numbers, reverse=True)[:LOOKED_AT_MAX]:
+                try:
+                    content = self.read(key, LEADER_BYTES_MAX)
+                except (TooLarge, Unsealed):
+                    unreadable.append(key)
+                    continue
+                if content is not None:
+                    return _read_leader(epoch, content), unreadable
+                gone = True
+            if not gone:
+                return None, unreadable
+            # A later leader has deleted what was listed, and its own object is in the next listing.
+        raise StoreError(f"cannot read the leader in {self.store.url}: objects that are listed are not there")
 
     def lead(self, epoch: int, run_id: str, run: str, place: str = "") -> Leader:
         """Make this process the syncer of an epoch, and return it as leader.
@@ -181,9 +188,20 @@ class Bucket:
                 f"{where} has a syncer of epoch {known.epoch}, this one is of epoch {epoch}: stop the other process, "
                 f"or remove what an ended run left with `diloco clean {self.config.address}`"
             )
-        if self._claim_epoch(ours):
+        try:
+            created = self._claim_epoch(ours)
+        except StoreError:
+            # The object may be there nevertheless, because the library does not repeat a request that creates.
+            created = False
+        newest = self.leader()
+        if newest == ours:
             return ours
-        raise ValueError(f"{where}: another process became the syncer of epoch {epoch} at the same time")
+        if created:
+            # This process was stopped before it wrote, and a later leader had already deleted the object of this epoch.
+            self.store.delete([names.leader(epoch)])
+        if newest is None:
+            raise StoreError(f"cannot write {names.leader(epoch)} in {self.store.url}: it is not there")
+        raise ValueError(f"{where}: another process became the syncer of epoch {newest.epoch} at the same time")
 
     def claim(self, run_id: str, run: str, place: str) -> Leader:
         """Make this process the run's next syncer, after the newest one has ended.

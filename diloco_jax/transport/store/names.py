@@ -32,7 +32,7 @@ EPOCH_MAX = 10**_DIGITS - 1
 ATTEMPT_BYTES = 8
 _ATTEMPT = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _PAYLOAD = re.compile(r"(s|v)/(\d{12})", re.ASCII)
-# One session has a name of four fields; the first may have dots, too.
+# One session has a name of five fields; the first may have dots, too.
 _OURS = re.compile(
     r"(leader|alive)/\d{12}"
     r"|e/\d{1,12}/(in/(hello|follow|ask)\.[\w.-]+|answer/\w+|v/\d{12}|s/[\w.-]+/(up|down)(-p)?/\d{12})"

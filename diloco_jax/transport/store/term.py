@@ -57,8 +57,12 @@ class Term:
         self.bucket.write(names.alive(ours.epoch), f"{ours.mark} {self._count}".encode())
         return True
 
-    def close(self) -> None:
-        """End the signs of life; safe to call again."""
+    def close(self, grace_s: float = 5.0) -> None:
+        """End the signs of life; safe to call again.
+
+        Args:
+            grace_s: Seconds to wait for a sign that is being written.
+        """
         self._over.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(grace_s)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from diloco_jax.settings.text import load
 from diloco_jax.tools.launch.launcher import Plan
-from diloco_jax.tools.launch.write import WAYS, write
+from diloco_jax.tools.launch.sites import WAYS
+from diloco_jax.tools.launch.write import write
 from tests.limits import HANGS_S
 
 TESTDATA = Path(__file__).parent / "testdata"

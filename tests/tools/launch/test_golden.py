@@ -10,7 +10,7 @@ import pytest
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load
 from diloco_jax.tools.launch import gke, gpu, launcher, pathways
-from diloco_jax.tools.launch.write import WAYS
+from diloco_jax.tools.launch.sites import WAYS
 from tests.tools.launch.helpers import GPU, PATHWAYS, TESTDATA
 
 BLESS = "DILOCO_BLESS"

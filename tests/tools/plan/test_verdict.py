@@ -18,6 +18,7 @@ def result(
     tau: int = 2,
     parallel: float = 0.3,
     rigid: float = 0.9,
+    syncer: float = 0.1,
 ) -> dict[str, Any]:
     """Return the parts of a forecast that a verdict reads; memory in GB."""
     island = {
@@ -32,8 +33,9 @@ def result(
         {"setting": "wire.up", "value": "int4", "change": False},
     ]
     link, memory = {"utilisation": share, "data_parallel_utilisation": parallel}, {"islands": [island]}
-    goodput = {"rigid_goodput": rigid}
-    return {"run": {"overlap_steps": tau}, "link": link, "memory": memory, "goodput": goodput, "advice": advice}
+    growth = {"given": True, "share": syncer, "syncer_link_gbit_per_s": 2.0}
+    figures = {"goodput": {"rigid_goodput": rigid}, "growth": growth, "advice": advice}
+    return {"run": {"overlap_steps": tau}, "link": link, "memory": memory, **figures}
 
 
 def test_what_fits() -> None:
@@ -79,3 +81,11 @@ def test_what_does_not_fit(changes: dict[str, Any], problem: str) -> None:
 def test_a_full_chip_fits_and_a_link_at_its_limit_is_enough() -> None:
     found = verdict(result(chip=95, share=0.95))
     assert (found["fits"], found["link_enough"]) == (True, True)
+
+
+def test_a_link_of_the_syncer_that_cannot_carry_all_islands_is_a_problem() -> None:
+    found = verdict(result(syncer=1.06))
+    assert found["problems"] == ["rounds would fill 106% of the syncer's link of 2 Gbit/s"] and not found["link_enough"]
+    assumed = result(syncer=1.06)
+    assumed["growth"]["given"] = False
+    assert not verdict(assumed)["problems"], "the link of the syncer is only assumed"

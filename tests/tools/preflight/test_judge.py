@@ -312,6 +312,18 @@ def test_slices_in_place_of_the_islands_own() -> None:
     assert Topology.parse("v5p:4x4x8").host_bytes == pytest.approx(448e9)
 
 
+def test_gpus_beside_slices_are_reported_as_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"topology": "", "devices": 4, "accelerator": "H100", "mesh": {"data": -1}}
+    each = {"island-1": own, "island-2": {"topology": "v6e:2x2"}}
+    islands = {"count": 3, "topology": "v5p:2x2x1", "each": each}
+    config = parse({**SETTINGS, "islands": islands}, "test")
+    assert [kind.names for _, kind in judging.cases_of(config, [])] == [("island-0",), ("island-2",)]
+    monkeypatch.setattr(judging, "cases_of", lambda *_: [])
+    found = judging.preflight(config, [], print)["not_compiled"]
+    assert [(each["islands"], each["on"]) for each in found] == [(["island-1"], "4 GPUs (H100)")]
+    assert not judging.preflight(config, ["v6e:2x2"], print)["not_compiled"], "all islands move to that slice"
+
+
 NOWHERE: dict[str, Any] = {"topology": "", "each": {}}
 
 

@@ -1,6 +1,8 @@
 """What the supervisor prepares for islands on a Ray cluster; no test here needs Ray."""
 
+import socket
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +14,9 @@ from diloco_jax.runtime.records.files import CONFIG_FILE
 from diloco_jax.settings.islands import IslandOverride, IslandsConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import load, save
+from diloco_jax.tools.ray import cluster
 from diloco_jax.tools.ray.cluster import RayIslands, launch_of, on_cluster, reachable
+from tests.limits import HANGS_S
 from tests.runtime.helpers import call
 
 
@@ -78,6 +82,20 @@ def test_islands_that_ask_for_the_same_are_one_group(tmp_path: Path) -> None:
         "Ray cluster at 10.0.0.1:6379, 1 node: 1 island with {CPU: 1} for emulated devices each; "
         "1 island with 2 x {GPU: 8} each"
     )
+
+
+def test_a_lost_head_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run continues while something listens at the head's address, and is stopped once when nothing does."""
+    monkeypatch.setattr(cluster, "HEAD_LOST_S", 0.05)
+    monkeypatch.setattr(cluster, "HEAD_POLL_S", 0.01)
+    listener, stop, lines = socket.create_server(("127.0.0.1", 0)), threading.Event(), list[str]()
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    ray: Any = SimpleNamespace(get_runtime_context=lambda: SimpleNamespace(gcs_address=address))
+    with listener:
+        RayIslands(ray, config(), tmp_path, lines.append).watch(stop)
+        assert not stop.wait(0.1)
+    assert stop.wait(HANGS_S)
+    assert lines == [f"the head node of the Ray cluster at {address} is lost, so the run stops; start Ray, and resume"]
 
 
 def test_without_ray_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

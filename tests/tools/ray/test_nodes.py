@@ -1,12 +1,13 @@
 """A run on a Ray cluster whose nodes come and go. All nodes are on this machine; nothing of the job is simulated."""
 
+import contextlib
 import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,14 @@ class Nodes:
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.address: str = self._cluster.address
         self._nodes: list[Any] = []
 
     def add(self, count: int) -> None:
+        more: dict[str, Any] = {"num_cpus": 1, "resources": {"island": 1}, "object_store_memory": STORE_BYTES}
         for _ in range(count):
-            more = {"num_cpus": 1, "resources": {"island": 1}, "object_store_memory": STORE_BYTES}
-            self._nodes.append(self._cluster.add_node(**more, wait=False))
+            self._nodes.append(patiently(lambda: self._cluster.add_node(**more, wait=False)))
         self._cluster.wait_for_nodes(timeout=HANGS_S)
 
     def lose(self, count: int) -> None:
@@ -77,6 +78,21 @@ class Nodes:
 
     def close(self) -> None:
         self._cluster.shutdown()
+
+
+def patiently(begin: Callable[[], Any]) -> Any:
+    """Start a node; try again if it does not start within Ray's own limit of 30 s, as on a busy machine."""
+    for _ in range(8):
+        before = {*descendants([os.getpid()])}
+        try:
+            return begin()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+            for pid in {*descendants([os.getpid()])} - before:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("no node of Ray starts on this machine")
 
 
 def descendants(pids: list[int]) -> list[int]:
@@ -114,7 +130,7 @@ def islands_per_round(run_dir: Path) -> list[int]:
 
 
 def test_islands_follow_the_nodes(tmp_path: Path, nodes: Nodes) -> None:
-    """From 2 nodes to 6 to 3, of which one is new: the run completes, and no sample is lost."""
+    """From 2 nodes to 6, to 3, to 2, and with a new one to 3: the run completes, and no sample is lost."""
     run_dir, phases = tmp_path / "run", list[tuple[str, int]]()
     nodes.add(2)
     config = config_of(tmp_path, nodes.address, steps=2400)
@@ -147,8 +163,9 @@ def test_islands_follow_the_nodes(tmp_path: Path, nodes: Nodes) -> None:
     counts = islands_per_round(run_dir)
     print(output, phases, [(m, len([*same])) for m, same in itertools.groupby(counts)], sep="\n")
     assert process.returncode == 0 and "complete: evaluation loss" in output, output
-    # Four islands wait at first, and four that lost their nodes wait again.
-    assert len(re.findall(r"island-\d waits for {CPU: 1, island: 1}", output)) == 8, output
+    assert "raylet" not in output and "has been marked dead" in (run_dir / "logs/ray.log").read_text(), output
+    # Four islands wait at first. Three that lost their nodes wait again; the place of the fourth may be there at once.
+    assert len(re.findall(r"island-\d waits for {CPU: 1, island: 1}\n", output)) in (7, 8), output
     assert len(re.findall(r"island-\d ended with status 143: Ray lost its node \w+ at", output)) == 4, output
     assert len(re.findall(r"island-\d starts on node \w+ at", output)) == 7, output
     audit = run("audit", run_dir)

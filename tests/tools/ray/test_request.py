@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ from diloco_jax.runtime.local.processes import Process
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, TERMINATED, WRONG_INPUT
 from diloco_jax.tools.ray import request
 from diloco_jax.tools.ray.host import HostProcess, Launch
-from diloco_jax.tools.ray.request import Placement, Request, options_of, waiting
+from diloco_jax.tools.ray.request import Placement, RemoteProcess, Request, options_of, waiting
 from tests.limits import HANGS_S
 
 
@@ -86,13 +87,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "PLACED_AT_ONCE_S", 0.0)
 
 
-def asked(ray: Any, folder: Path, **bundle: float) -> tuple[Request, Process, list[str]]:
+def asked(ray: Any, folder: Path) -> tuple[Request, Process, list[str]]:
     lines: list[str] = []
     # The group's method `ready` returns a reference, and here it is the group itself.
     group = SimpleNamespace(ready=lambda: ray)
     ray.util.placement_group = lambda bundles, **_: group
-    placement = Placement("island-3", "run island-3 1", "10.0.0.1:5", [bundle or {"CPU": 1}], [LAUNCH], folder / "log")
-    made = Request(ray, placement, lines.append)
+    placement = Placement("island-3", "run island-3 1", "10.0.0.1:5", [{"CPU": 1}], [LAUNCH], folder / "log")
+    made = Request(ray, placement, lines.append, lambda words: lines.append(f"phase: {words}"))
     return made, Process("island-3", made.processes[0], folder / "log"), lines
 
 
@@ -114,7 +115,8 @@ def test_an_island_waits_once_then_starts_and_its_output_is_kept(tmp_path: Path)
     assert process.process.poll() is None
     ray.ready = True
     assert ended(made) == 0
-    assert lines == ["island-3 waits for {CPU: 1}", "island-3 starts on node abcdef01 at 10.0.0.7"]
+    waits = ["island-3 waits for {CPU: 1}", "phase: waits for {CPU: 1}", "phase: "]
+    assert lines == [*waits, "island-3 starts on node abcdef01 at 10.0.0.7", "phase: "]
     assert (tmp_path / "log").read_text() == "one\ntwo\nthree\n" and ray.removed == 1
 
 
@@ -156,6 +158,15 @@ def test_errors_of_ray_have_a_status(tmp_path: Path, alive: bool, error: Excepti
     assert said in process.describe_exit() and ray.removed == 1
 
 
+def test_a_kill_that_ray_cannot_deliver_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "KILL_S", 0.01)
+    process = RemoteProcess()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0)
+    process.kill()
+    assert process.wait() == process.poll() == -signal.SIGKILL
+
+
 NODES = [
     {"Alive": True, "Resources": {"CPU": 4.0, "GPU": 1.0}},
     {"Alive": True, "Resources": {"CPU": 1.0, "site": 1.0}},
@@ -166,16 +177,16 @@ NODES = [
 @pytest.mark.parametrize(
     ("bundle", "hosts", "said"),
     [
-        ({"CPU": 4, "GPU": 1}, 1, "a waits for {CPU: 4, GPU: 1}"),
-        ({"CPU": 0.5}, 2, "a waits for 2 x {CPU: 0.5}"),
-        ({"CPU": 1, "GPU": 8}, 1, "a waits for {CPU: 1, GPU: 8}; no node of the cluster has {GPU: 8}: add one, or"),
+        ({"CPU": 4, "GPU": 1}, 1, "waits for {CPU: 4, GPU: 1}"),
+        ({"CPU": 0.5}, 2, "waits for 2 x {CPU: 0.5}"),
+        ({"CPU": 1, "GPU": 8}, 1, "waits for {CPU: 1, GPU: 8}; no node of the cluster has {GPU: 8}: add one, or"),
         # Each amount is somewhere, but not on one node.
-        ({"GPU": 1, "site": 1}, 1, "a waits for {GPU: 1, site: 1}; no node of the cluster has {GPU: 1, site: 1}: "),
+        ({"GPU": 1, "site": 1}, 1, "waits for {GPU: 1, site: 1}; no node of the cluster has {GPU: 1, site: 1}: "),
     ],
 )
 def test_what_no_node_has_is_named(bundle: dict[str, float], hosts: int, said: str) -> None:
-    assert waiting("a", [bundle] * hosts, NODES).startswith(said)
-    assert ("no node" in waiting("a", [bundle] * hosts, NODES)) == ("no node" in said)
+    assert waiting([bundle] * hosts, NODES).startswith(said)
+    assert ("no node" in waiting([bundle] * hosts, NODES)) == ("no node" in said)
 
 
 def test_options_of_an_actor() -> None:

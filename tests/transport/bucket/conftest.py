@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from diloco_jax.transport.bucket import listener as listening
+from diloco_jax.transport.bucket import session
 from diloco_jax.transport.bucket.listener import BucketListener
+from diloco_jax.transport.store import bucket, term
+from tests.transport.bucket.faults import Faults
 from tests.transport.ends import Ends
 
 NUMBERS = itertools.count()
@@ -35,3 +39,23 @@ def ends(address: str) -> Iterator[Ends]:
 def listener(ends: Ends) -> BucketListener:
     found: BucketListener = ends.listen(subscribers_max=2)
     return found
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Faults of all stores that are opened from now on."""
+    made = Faults()
+    monkeypatch.setattr(bucket, "ObjectStore", made.make)
+    return made
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all that takes seconds take a hundredth of them."""
+    for module, names in {
+        session: ("AGAIN_S", "DOUBT_S", "FAREWELL_S"),
+        listening: ("LINGER_S",),
+        term: ("BEAT_S",),
+    }.items():
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name) / 100)

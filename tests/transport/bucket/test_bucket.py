@@ -45,9 +45,9 @@ def test_one_process_leads_an_epoch(bucket: Bucket) -> None:
 
 def test_a_leader_of_the_same_epoch_that_was_quicker_leads(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     other = Bucket(bucket.config)
+    first, looks = bucket.lead(3, "run", ""), [(None, list[str]())]
     # Both look before either creates.
-    monkeypatch.setattr(other, "leaders", lambda: (None, []))
-    first = bucket.lead(3, "run", "")
+    monkeypatch.setattr(other, "leaders", lambda: looks.pop() if looks else bucket.leaders())
     with pytest.raises(ValueError, match="another process became the syncer of epoch 3 at the same time"):
         other.lead(3, "run", "")
     # Somebody deletes the claim, and a second process makes one: the first one must not take it back.

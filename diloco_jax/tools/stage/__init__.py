@@ -1,0 +1,1 @@
+"""`diloco stage`: what a run must show before it gets more sites."""
