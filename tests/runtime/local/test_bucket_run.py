@@ -11,11 +11,12 @@ from diloco_jax.transport.store.counts import calls
 from diloco_jax.transport.store.store import ObjectStore
 from tests.runtime.helpers import SLOW_STEP_S, call, processes_of, replayed, wait_for
 from tests.runtime.syncer.test_failover import Job, check_end, folder
+from tests.transport.bucket.servers import environment, serve
 
 __all__ = ["folder"]  # a fixture
 
 # Dead processes are missed after four seconds instead of forty.
-TRANSPORT = {"poll_s": 0.05, "keepalive_s": 2.0, "keepalive_timeout_s": 2.0}
+TRANSPORT: dict[str, float | bool] = {"poll_s": 0.05, "keepalive_s": 2.0, "keepalive_timeout_s": 2.0}
 
 
 def check_run(folder: Path, address: str) -> None:
@@ -51,3 +52,14 @@ def restarts(job: Job) -> int:
 @pytest.mark.net
 def test_a_run_through_a_folder_survives_its_island_and_its_syncer(folder: Path) -> None:
     check_run(folder, f"file://{folder}/bucket")
+
+
+@pytest.mark.nightly
+@pytest.mark.net
+def test_a_run_through_s3_survives_its_island_and_its_syncer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve("s3") as server:
+        # The processes of the run take these variables from this one.
+        for name, value in environment(server).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setitem(TRANSPORT, "allow_plaintext", True)
+        check_run(folder, server.url("small"))

@@ -13,7 +13,17 @@ import pytest
 
 from diloco_jax.cli import main as cli
 from diloco_jax.runtime.records.telemetry import read_metrics
-from diloco_jax.tools.chaos.schedule import FIRST, KINDS, LAST, SIGNS, SYNCER_KINDS, ChaosFault, draw_schedule
+from diloco_jax.tools.chaos.schedule import (
+    FIRST,
+    KINDS,
+    LAST,
+    LINK_KINDS,
+    SIGNS,
+    SYNCER_KINDS,
+    ChaosFault,
+    draw_schedule,
+    possible_kinds,
+)
 from diloco_jax.transport.trust import certificates
 from tests.runtime.helpers import call, merged, processes_of, run, write_config
 
@@ -173,3 +183,13 @@ def test_a_fault_says_everything_in_words() -> None:
 def test_what_cannot_be_is_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         draw(**changes)
+
+
+def test_a_bucket_leaves_no_place_for_faults_of_a_link() -> None:
+    assert possible_kinds("127.0.0.1:0") == KINDS and possible_kinds("127.0.0.1:0", ["cut"]) == ["cut"]
+    assert {*KINDS} - {*possible_kinds("s3://b/p")} == {*LINK_KINDS}
+    assert possible_kinds("s3://b/p", ["kill", "slow"]) == ["kill", "slow"]
+    with pytest.raises(
+        ValueError, match=r"--kinds has cut, corrupt, faults of a relay, and transport.address s3://b/p"
+    ):
+        possible_kinds("s3://b/p", ["kill", "cut", "corrupt"])
