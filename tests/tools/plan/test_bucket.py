@@ -67,7 +67,7 @@ def written_and_missed(said: float, heard: float, poll_s: float, keepalive_s: fl
 @pytest.mark.parametrize(
     ("step_s", "due_s", "poll_s", "keepalive_s", "request_s"),
     [
-        # Every message has an object of its own.
+        # Every message has a separate object.
         (2.0, 8.0, 1.0, 20.0, 0.0),
         (8.0, 8.0, 1.0, 1000.0, 0.0),
         # Several messages share an object.
@@ -170,7 +170,7 @@ def through(address: str, given: Assumptions | None = None, **changes: Any) -> A
 
 def test_a_round_passes_a_bucket_three_times() -> None:
     case = through("gs://runs/x")
-    # A poll per hop; two requests per message, and two more per payload, of which a round has two.
+    # A poll per hop; two requests per message, and two more for each of the two payloads of a round.
     assert HOPS * hop_s(1.0, 0.03) == pytest.approx(3.0 + 10 * 0.03)
     rounds = case.rounds()
     bytes_s = (rounds.up_bytes + rounds.down_bytes) * 8e-9 / case.usable_gbit_per_s()

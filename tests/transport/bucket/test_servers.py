@@ -29,7 +29,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[StoreServer]:
 
 @pytest.fixture
 def store(server: StoreServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A client with a prefix of its own."""
+    """A client with a separate prefix."""
     for name, value in environment(server).items():
         monkeypatch.setenv(name, value)
     return from_url(server.url(f"test/{request.node.originalname}"), retry_config={"max_retries": 2})
