@@ -1,7 +1,7 @@
 """The syncer's side of a bucket: it looks for requests at the entrance, and serves sessions and questions.
 
 One thread lists the entrance once per poll. Everything else has a computed name. What an ended session leaves is
-deleted after a while in which its learner may still read, what an earlier epoch left at the start, and everything at
+deleted once its learner has had time to read it, what an earlier epoch left at the start, and everything at
 the end.
 """
 
@@ -189,7 +189,7 @@ class BucketListener(Listener):
                 trouble = str(error)
             # A thread that ended silently would leave a syncer that nobody can reach.
             except Exception:
-                log.exception("an error at the entrance of the bucket; going on")
+                log.exception("an error at the entrance of the bucket; trying again")
             self._closing.wait(self.config.poll_s)
 
     def _look(self) -> None:

@@ -1,8 +1,8 @@
 """One end of a session in a bucket, with four threads: two write messages and payloads, two read them.
 
 Silence is the only sign that the other side is gone, because a bucket keeps what a dead process wrote. Each side writes
-something every half of `keepalive_s`, and takes the other side for lost after `keepalive_s + keepalive_timeout_s` in
-which it has read nothing. A store that does not answer is silence, too, so each side tries again until then. So is an
+something every half of `keepalive_s`. A side that reads nothing for `keepalive_s + keepalive_timeout_s` ends the
+session. A store that does not answer is silence, too, so each side tries again until then. So is an
 object that was not written by the other side: it counts as missing, and may still be replaced.
 
 The last object of a side has a goodbye. A learner writes nothing before the syncer has taken its session.

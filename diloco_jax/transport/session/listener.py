@@ -58,7 +58,7 @@ class Listener:
         return ""
 
     def announce(self, settings: Mapping[str, str], description: Description, number_of: Callable[[str], int]) -> None:
-        """Take what is told to those who ask before they join.
+        """Take the answers for processes that ask before they join.
 
         Args:
             settings: What learners must agree on.

@@ -269,8 +269,8 @@ def check_secrecy(config: TransportConfig) -> None:
         return
     raise ValueError(
         f"transport.address {config.address!r} is a bucket and nothing would be encrypted: set transport.token_file "
-        "(`diloco certs` makes it), or transport.allow_plaintext if whoever can read or write the bucket may read and "
-        "change the run"
+        "(`diloco certs` makes it), or transport.allow_plaintext if anyone with access to the bucket may read "
+        "and change the run"
     )
 
 

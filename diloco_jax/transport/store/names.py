@@ -138,7 +138,7 @@ def payload(epoch: int, prefix: str, way: str, reference: str) -> str:
     """Return the name of the payload that an entry of a stream refers to: "s/N" of the session, "v/N" of several.
 
     Raises:
-        ValueError: This is no reference.
+        ValueError: This is not a reference.
     """
     found = _PAYLOAD.fullmatch(reference)
     if found is None:

@@ -220,7 +220,7 @@ class ObjectStore:
         return sorted(found)[:limit]
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects; one that is gone already is no error. StoreError if the store does not answer."""
+        """Delete objects; one that is gone already is not an error. StoreError if the store does not answer."""
         if not keys:
             return
         self._count(deletes=len(keys))

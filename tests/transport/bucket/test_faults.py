@@ -141,6 +141,17 @@ def test_what_appears_late_is_found(ends: Ends, listener: Any, faults: Faults) -
     exchange(ends, link, 3)
 
 
+def test_a_request_that_is_listed_before_it_can_be_read_is_read_later(
+    ends: Ends, listener: Any, faults: Faults
+) -> None:
+    hidden = iter(range(2))
+    faults.before.append(
+        lambda name, key: (None,) if name == "get" and "/in/" in key and next(hidden, None) is not None else None
+    )
+    ends.meet(connect_timeout_s=20.0)
+    assert next(hidden, None) is None
+
+
 def test_a_stream_object_that_is_gone_ends_its_session_and_no_other(
     ends: Ends, faults: Faults, store: ObjectStore
 ) -> None:
