@@ -100,6 +100,15 @@ FOUND_BY_DOCTOR = (
 # `diloco train` refuses these configs too.
 CONFIGS = (
     Wrong(
+        {"model": {"module": "own", "args": {}}, "transport": {"address": "file:///b"}},
+        "file:///b",
+        "a loop sends its model over a connection",
+        "set transport.address to host:port",
+    ),
+    Wrong(
+        {"transport": {"address": "s3://b/p"}}, "'s3://b/p'", "nothing would be encrypted", "set transport.token_file"
+    ),
+    Wrong(
         {"evaluation": {"baseline": "none"}},
         "evaluation.baseline is 'none'",
         "cannot be read (No such file or directory)",
@@ -433,5 +442,14 @@ COMMAND_LINES = (
     Wrong("preflight config.yaml --search ''", "--search", "is empty", "name a path, or leave it out"),
     Wrong("launch gek config.yaml", "'gek'", "choose from 'gke', 'pathways', 'gce', 'tpu-vm'", "did you mean gke?"),
     Wrong("launch gke config.yaml", "cloud.project", "launch gke needs", "or add --cloud.project VALUE"),
+    Wrong(
+        "launch gke config.yaml --transport.address file:///b", "file:///b", "a bucket, and `diloco", "leave transport"
+    ),
+    Wrong("doctor config.yaml --listen --transport.address file:///b", "file:///b", "a bucket", "leave out --listen"),
+    Wrong(
+        "chaos config.yaml --kinds cut --transport.address file:///b", "file:///b", "faults of a relay", "choose kills"
+    ),
+    Wrong("clean 127.0.0.1:7", "127.0.0.1:7", "not a bucket", "leaves nothing to delete"),
+    Wrong("clean s4://b/p", "'s4://b/p'", "a bucket is", "s3://BUCKET/PREFIX"),
     Wrong("learner config.yaml", "--island", "the following arguments are required", "`diloco learner --help`"),
 )

@@ -61,7 +61,7 @@ def is_alive(config: TransportConfig, wait_s: float = LIFE_S) -> bool:
     first = _signs(store)
     while first and time.monotonic() < until_s:
         time.sleep(min(LOOK_S, max(0.0, until_s - time.monotonic())))
-        # A leader that ends deletes its sign. Each one is encrypted anew, so its bytes differ, and no token is needed.
+        # A leader that ends deletes its sign. Each one has a new nonce, so its bytes differ.
         if any(now is not None and now != first.get(key) for key, now in _signs(store).items()):
             return True
     return False
