@@ -157,8 +157,8 @@ class TransportConfig:
 
     address: str = "127.0.0.1:0"
     """host:port where the syncer listens and learners connect. Port 0 lets the system choose one. Set it for islands on
-    other machines, to an address that they can reach. s3://, gs://, az:// or file:// with a prefix of its own is a
-    bucket through which they exchange messages, if no side may open a port (docs/bucket.md)."""
+    other machines, to an address that they can reach. If no machine may open a port, name a bucket with a prefix that
+    only this run uses, as s3://, gs://, az:// or file:// (docs/bucket.md): they exchange messages there."""
     poll_s: float = 1.0
     """Seconds between two looks into a bucket while nothing new is there. Lower it for shorter rounds, to what one
     inner step takes; each look is a request that costs money (diloco plan). It has no effect with host:port."""

@@ -202,7 +202,7 @@ class TapeFile:
     segment_bytes: int = segments.SEGMENT_BYTES
     condition: str = ""
     # Gets the position of written lines and their bytes, and returns when they are safe elsewhere, too. OSError if
-    # that failed for now, TapeStopped if this process may not go on.
+    # that failed for now, TapeStopped if this process may not continue.
     copy: Callable[[int, bytes], None] | None = None
 
     def __post_init__(self) -> None:

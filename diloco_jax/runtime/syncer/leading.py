@@ -78,7 +78,7 @@ def stand_by(config: RunConfig, run_dir: Path, stop: threading.Event) -> Leading
     """Keep a copy of the run until its syncer is lost, and then lead it; None if the run ended or `stop` was set.
 
     Raises:
-        ValueError: The folder has a run, the address is no bucket, or the bucket cannot be used.
+        ValueError: The folder has a run, the address is not a bucket, or the bucket cannot be used.
     """
     if not (bucket_scheme(config.transport.address) and config.syncer.standby):
         raise ValueError(

@@ -1,8 +1,7 @@
 """The syncer's side of a bucket: it looks for requests at the entrance, and serves sessions and questions.
 
 One thread lists the entrance once per poll. Everything else has a computed name. What an ended session leaves is
-deleted once its learner has had time to read it, what an earlier epoch left at the start, and everything at
-the end.
+deleted once its learner has had time to read it, what an earlier epoch left at the start, and everything at the end.
 """
 
 import contextlib
