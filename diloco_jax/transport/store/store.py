@@ -259,6 +259,13 @@ def retried(first_s: float, most_s: float, until_s: float) -> Iterator[float]:
         pause_s = min(2 * pause_s, most_s)
 
 
+def _client_options(url: str) -> Any:
+    """Return the options of HTTP. With any of them the library no longer reads that of plain HTTP, for own servers."""
+    variable = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}[bucket_scheme(url)] + "_ALLOW_HTTP"
+    plain = os.environ.get(variable, "").lower() in ("1", "true")
+    return {"timeout": f"{REQUEST_S:g}s", "connect_timeout": "5s", "allow_http": plain}
+
+
 def _open(url: str) -> Any:
     try:
         from obstore.store import LocalStore, MemoryStore, from_url
@@ -275,7 +282,7 @@ def _open(url: str) -> Any:
             return LocalStore(url.removeprefix("file://"), automatic_cleanup=True, mkdir=True)
         return from_url(
             url,
-            client_options={"timeout": f"{REQUEST_S:g}s", "connect_timeout": "5s"},
+            client_options=_client_options(url),
             retry_config={"max_retries": 4, "retry_timeout": timedelta(seconds=RETRY_S)},
         )
     except Exception as error:
