@@ -25,6 +25,7 @@ INSTALLED = {
     "jaxtyping": "jaxtyping",
     "ml_dtypes": "ml_dtypes",
     "numpy": "numpy",
+    "obstore": "obstore",
     "optax": "optax",
     "prometheus_client": "prometheus-client",
     "pydantic": "pydantic",

@@ -221,7 +221,7 @@ WHOLE = yaml.safe_load(dump(load(packed()["mixed"])))
 FREE = {
     *(f"{section}.args" for section in ("model", "data", "optimizer", "outer", "evaluation")),
     *(f"data.{name}" for name in ("mixture", "evaluation")),
-    *(f"islands.{name}" for name in ("each", "mesh.rules", "each.island-1.mesh.rules")),
+    *(f"islands.{name}" for name in ("each", "resources", "mesh.rules", "each.island-1.mesh.rules")),
     *("protocol.sync_later", "merge.shares", "cloud.env", "cloud.xla_flags"),
 }
 NAMES = [key for section in WHOLE.values() if isinstance(section, dict) for key in section]

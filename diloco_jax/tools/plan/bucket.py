@@ -45,7 +45,7 @@ PRICES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketTraffic:
-    """What a run's processes say to each other through a bucket."""
+    """Messages and payloads that a run's processes exchange through a bucket."""
 
     # Settings transport.poll_s and transport.keepalive_s.
     poll_s: float

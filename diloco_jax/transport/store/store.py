@@ -292,7 +292,7 @@ def _open(url: str) -> Any:
 def _names_below(url: str, prefix: str) -> Iterator[str]:
     """Yield the names of the files below a prefix that is a folder.
 
-    The library's own listing ends with an error at the first name that cannot be an object's, no matter who made that file.
+    The library's own listing ends with an error at the first name that cannot be an object's.
     """
     root = url.removeprefix("file://").rstrip("/") or "/"
     for folder, _, files in os.walk(os.path.join(root, prefix)):

@@ -40,7 +40,7 @@ class Term:
                 log.info(f"no sign of life was written: {error}")
             # A thread that ended silently would give the run away.
             except Exception:
-                log.exception("an error in the signs of life; going on")
+                log.exception("an error in the signs of life; they continue")
             if self._over.wait(BEAT_S):
                 return
 

@@ -199,99 +199,102 @@ def object_of(method: str, target: str) -> tuple[str, str]:
     return method, unquote(key)
 
 
-def _handler(relay: StoreRelay) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        """One connection of a client, with one to the server."""
+class Handler(BaseHTTPRequestHandler):
+    """One connection of a client, with one to the server."""
 
-        protocol_version = "HTTP/1.1"
+    relay: StoreRelay
 
-        def setup(self) -> None:
-            super().setup()
-            self._upstream = http.client.HTTPConnection(relay.target, timeout=UPSTREAM_TIMEOUT_S)
+    protocol_version = "HTTP/1.1"
 
-        def finish(self) -> None:
+    def setup(self) -> None:
+        super().setup()
+        self._upstream = http.client.HTTPConnection(self.relay.target, timeout=UPSTREAM_TIMEOUT_S)
+
+    def finish(self) -> None:
+        self._upstream.close()
+        super().finish()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def serve(self) -> None:
+        """Forward a request, with its fault."""
+        request, fault = self.relay.decide(*object_of(self.command, self.path))
+        kind = "" if fault is None else fault.kind
+        size = int(self.headers.get("Content-Length", "0"))
+        body = self.rfile.read(size // 2 if kind == "cut_request" else size)
+        if kind == "cut_request":
+            self._reset()
+            return
+        if kind in ("slow_down", "failure"):
+            self._refuse(kind)
+            return
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in OF_CONNECTION}
+        if kind == "deleted":
+            self._forward(Message("DELETE", self._plain(), {}, b""))
+        elif kind == "foreign":
+            self._forward(Message("PUT", self._plain(), {}, FOREIGN))
+        answer = self._forward(Message(self.command, self.path, headers, body))
+        hidden = self.relay.hidden()
+        if request.key in hidden and request.method in READS:
+            answer = Message("404", "", {}, b"<Error><Code>NoSuchKey</Code></Error>")
+        elif request.method == "LIST":
+            answer = without(answer, hidden)
+        if fault is not None and kind == "late":
+            self.relay.closing.wait(fault.seconds)
+        if kind == "lost_answer" or self.relay.closing.is_set():
+            self._reset()
+            return
+        self._answer(answer, cut=kind == "cut_answer")
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = serve
+
+    def _plain(self) -> str:
+        return urlsplit(self.path).path
+
+    def _forward(self, message: Message) -> Message:
+        there = self.relay.dialect.request(message)
+        try:
+            # A length of zero is said, too, because a server may wait for a body otherwise.
+            length = {"Content-Length": str(len(there.body))} if there.method in ("PUT", "POST") else {}
+            with self.relay.turn(message):
+                self._upstream.request(there.method, there.target, there.body or None, there.headers | length)
+                found = self._upstream.getresponse()
+                answer = Message(str(found.status), "", dict(found.getheaders()), found.read())
+        except (OSError, http.client.HTTPException) as error:
             self._upstream.close()
-            super().finish()
+            return Message("502", "", {}, repr(error).encode())
+        return self.relay.dialect.answer(message, answer)
 
-        def log_message(self, *_: object) -> None:
-            pass
+    def _refuse(self, kind: str) -> None:
+        status, code = ("503", "SlowDown") if kind == "slow_down" else ("500", "InternalError")
+        self._answer(Message(status, "", {}, f"<Error><Code>{code}</Code></Error>".encode()))
 
-        def serve(self) -> None:
-            """Forward a request, with its fault."""
-            request, fault = relay.decide(*object_of(self.command, self.path))
-            kind = "" if fault is None else fault.kind
-            size = int(self.headers.get("Content-Length", "0"))
-            body = self.rfile.read(size // 2 if kind == "cut_request" else size)
-            if kind == "cut_request":
-                self._reset()
-                return
-            if kind in ("slow_down", "failure"):
-                self._refuse(kind)
-                return
-            headers = {name: value for name, value in self.headers.items() if name.lower() not in OF_CONNECTION}
-            if kind == "deleted":
-                self._forward(Message("DELETE", self._plain(), {}, b""))
-            elif kind == "foreign":
-                self._forward(Message("PUT", self._plain(), {}, FOREIGN))
-            answer = self._forward(Message(self.command, self.path, headers, body))
-            hidden = relay.hidden()
-            if request.key in hidden and request.method in READS:
-                answer = Message("404", "", {}, b"<Error><Code>NoSuchKey</Code></Error>")
-            elif request.method == "LIST":
-                answer = without(answer, hidden)
-            if fault is not None and kind == "late":
-                relay.closing.wait(fault.seconds)
-            if kind == "lost_answer" or relay.closing.is_set():
-                self._reset()
-                return
-            self._answer(answer, cut=kind == "cut_answer")
+    def _answer(self, answer: Message, *, cut: bool = False) -> None:
+        length = next((value for name, value in answer.headers.items() if name.lower() == "content-length"), "0")
+        self.send_response(int(answer.method))
+        for name, value in answer.headers.items():
+            if name.lower() not in OF_CONNECTION:
+                self.send_header(name, value)
+        reads_size = self.command == "HEAD" and answer.method == "200"
+        self.send_header("Content-Length", length if reads_size else str(len(answer.body)))
+        self.end_headers()
+        if cut:
+            self.wfile.write(answer.body[: len(answer.body) // 2])
+            self._reset()
+        elif self.command != "HEAD":
+            self.wfile.write(answer.body)
 
-        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = serve
+    def _reset(self) -> None:
+        """End the connection with a reset, so that the client cannot take it for the end of an answer."""
+        self.close_connection = True
+        # Lingering is on, for 0 seconds.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        os.close(self.connection.detach())
 
-        def _plain(self) -> str:
-            return urlsplit(self.path).path
 
-        def _forward(self, message: Message) -> Message:
-            there = relay.dialect.request(message)
-            try:
-                # A length of zero is said, too, because a server may wait for a body otherwise.
-                length = {"Content-Length": str(len(there.body))} if there.method in ("PUT", "POST") else {}
-                with relay.turn(message):
-                    self._upstream.request(there.method, there.target, there.body or None, there.headers | length)
-                    found = self._upstream.getresponse()
-                    answer = Message(str(found.status), "", dict(found.getheaders()), found.read())
-            except (OSError, http.client.HTTPException) as error:
-                self._upstream.close()
-                return Message("502", "", {}, repr(error).encode())
-            return relay.dialect.answer(message, answer)
-
-        def _refuse(self, kind: str) -> None:
-            status, code = ("503", "SlowDown") if kind == "slow_down" else ("500", "InternalError")
-            self._answer(Message(status, "", {}, f"<Error><Code>{code}</Code></Error>".encode()))
-
-        def _answer(self, answer: Message, *, cut: bool = False) -> None:
-            length = next((value for name, value in answer.headers.items() if name.lower() == "content-length"), "0")
-            self.send_response(int(answer.method))
-            for name, value in answer.headers.items():
-                if name.lower() not in OF_CONNECTION:
-                    self.send_header(name, value)
-            reads_size = self.command == "HEAD" and answer.method == "200"
-            self.send_header("Content-Length", length if reads_size else str(len(answer.body)))
-            self.end_headers()
-            if cut:
-                self.wfile.write(answer.body[: len(answer.body) // 2])
-                self._reset()
-            elif self.command != "HEAD":
-                self.wfile.write(answer.body)
-
-        def _reset(self) -> None:
-            """End the connection with a reset, so that the client cannot take it for the end of an answer."""
-            self.close_connection = True
-            # Lingering is on, for 0 seconds.
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            os.close(self.connection.detach())
-
-    return Handler
+def _handler(relay: StoreRelay) -> type[BaseHTTPRequestHandler]:
+    return type("RelayHandler", (Handler,), {"relay": relay})
 
 
 def without(listing: Message, keys: list[str]) -> Message:
