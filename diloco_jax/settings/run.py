@@ -389,6 +389,11 @@ class RunConfig:
                 "evaluation.subtract tests contributions at the evaluations during the run, and train.eval_every is 0, "
                 "so there is none; set train.eval_every, or leave evaluation.subtract out"
             )
+        if self.syncer.standby and not bucket_scheme(self.transport.address):
+            raise ValueError(
+                f"syncer.standby is true, but transport.address is {self.transport.address}: a standby reads the run from "
+                "a bucket, so name one (docs/bucket.md), or remove syncer.standby"
+            )
         if self.model.own and bucket_scheme(self.transport.address):
             raise ValueError(
                 f"transport.address is {self.transport.address}, a bucket, and model.module is own: a loop sends its "

@@ -106,6 +106,12 @@ CONFIGS = (
         "set transport.address to host:port",
     ),
     Wrong(
+        {"syncer": {"standby": True}},
+        "syncer.standby is true",
+        "reads the run from a bucket",
+        "or remove syncer.standby",
+    ),
+    Wrong(
         {"transport": {"address": "s3://b/p"}}, "'s3://b/p'", "nothing would be encrypted", "set transport.token_file"
     ),
     Wrong(
