@@ -391,8 +391,8 @@ class RunConfig:
             )
         if self.syncer.standby and not bucket_scheme(self.transport.address):
             raise ValueError(
-                f"syncer.standby is true, but transport.address is {self.transport.address}: a standby reads the run from "
-                "a bucket, so name one (docs/bucket.md), or remove syncer.standby"
+                f"syncer.standby is true, but transport.address is {self.transport.address}: a standby reads the run "
+                "from a bucket, so name one (docs/bucket.md), or remove syncer.standby"
             )
         if self.model.own and bucket_scheme(self.transport.address):
             raise ValueError(
