@@ -104,7 +104,7 @@ def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[tu
         check_resumable(run_dir, config)
     elif supervises or arguments.name == "baseline":
         check_no_run(run_dir)
-    else:
+    elif not getattr(arguments, "standby", False):
         check_history(run_dir, rewinds=rewinds)
     began = config_of_run(run_dir) if target.exists() and has_begun(run_dir) else None
     if began is not None:

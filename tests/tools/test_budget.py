@@ -87,7 +87,8 @@ def test_all_tools_say_the_same(path: Path, tmp_path: Path, monkeypatch: pytest.
         text = "\n".join(describe_needs(config, launch))
         assert "warning" not in text
         judged = preflight(config, monkeypatch)["islands"]
-        for each, found in zip(launch["islands"], judged, strict=True):
+        compiled = [each for each in launch["islands"] if config.island(each["islands"][0]).topology]
+        for each, found in zip(compiled, judged, strict=True):
             assert {**found["hbm"], "temporaries": each["hbm"]["temporaries"]} == each["hbm"]
             assert found["hbm_limit_bytes"] == each["hbm_limit_bytes"]
             assert (found["host_bytes"], found["host_limit_bytes"]) == (
@@ -100,7 +101,9 @@ def test_all_tools_say_the_same(path: Path, tmp_path: Path, monkeypatch: pytest.
             assert f"{size(found['host_bytes'])} of {size(found['host_limit_bytes'])} on each host" in text
             chip = f"{size(each['hbm_held_bytes'])} of {size(each['hbm_limit_bytes'])} on each chip"
             assert f"{chip}, without activations" in text
-        _launched(config, launch)
+        # Islands of several providers are launched apart (test_sites.py).
+        if not any(each.provider for each in config.islands.each.values()):
+            _launched(config, launch)
 
 
 def _launched(config: RunConfig, needs: dict[str, Any]) -> None:

@@ -5,10 +5,10 @@ exists, and only then lets an effect of that input leave. A standby claims the r
 every effect that anybody has seen is on the tape that the standby continues, whatever was paused or slow in between.
 """
 
+import contextlib
 import json
 import logging
 import secrets
-import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -19,13 +19,14 @@ from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.runtime.syncer.copies import Mirror, TapeCopy
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.link import bucket_scheme
+from diloco_jax.transport.store import names
 from diloco_jax.transport.store.bucket import Bucket, Leader
 from diloco_jax.transport.store.store import StoreError
 from diloco_jax.transport.store.term import Term
 
 # A standby takes over from a leader without a sign of life for this long; it gives one every five seconds.
 LEASE_S = 20.0
-LOOK_S = 1.0
+LOOK_S = AGAIN_S = 1.0
 ID_BYTES = 8
 
 log = logging.getLogger(__name__)
@@ -42,36 +43,66 @@ class Leading:
     copy: TapeCopy | None
 
 
-def begin_to_lead(config: RunConfig, run_dir: Path) -> Leading | None:
-    """Claim the run's bucket; None if the address is none.
+def begin_to_lead(config: RunConfig, run_dir: Path, stop: threading.Event) -> Leading | None:
+    """Claim the run's bucket, and begin its copy; None if the address is none.
 
     Raises:
-        ValueError: Another process leads the run, or the bucket has another run.
-        StoreError: The store does not answer.
+        ValueError: Another process leads the run or has continued it, the bucket has another run, or `stop` was set.
     """
     if not bucket_scheme(config.transport.address):
         return None
     bucket = Bucket(config.transport)
     run, place = _known(run_dir)
-    leader = bucket.claim(config.name, run, place)
-    log.info(f"leads the run in {config.transport.address} as the syncer of epoch {leader.epoch}")
-    return leading(config, Term(bucket, leader))
+    term: Term | None = None
+    while not stop.is_set():
+        try:
+            if term is None:
+                _check_history(bucket, run_dir, place)
+                term = Term(bucket, bucket.claim(config.name, run, place))
+                log.info(f"leads the run in {config.transport.address} as the syncer of epoch {term.leader.epoch}")
+            return leading(config, term, run_dir)
+        except StoreError as error:
+            log.warning(f"the bucket does not answer, trying again: {error}")
+            stop.wait(AGAIN_S)
+    if term is not None:
+        term.close()
+    raise ValueError("stopped before the bucket answered")
 
 
-def leading(config: RunConfig, term: Term) -> Leading:
-    """Return this process as the leader of a run, with a copy of the tape if it shall keep one."""
-    return Leading(term, TapeCopy(term.bucket, term.leader) if config.syncer.standby else None)
+def _check_history(bucket: Bucket, run_dir: Path, place: str) -> None:
+    """Check that no other process has continued the run, whose history is then not the one of this folder.
+
+    Raises:
+        ValueError: One has.
+        StoreError: The store does not answer.
+    """
+    newest = bucket.leader()
+    ours = newest is None or newest.mark.startswith(f"{place}.")
+    if not ours and newest is not None and has_begun(run_dir) and bucket.store.exists(names.base(newest.epoch)):
+        raise ValueError(
+            f"another process has continued this run, as the syncer of epoch {newest.epoch}, and {run_dir} lacks what "
+            "it decided; start this one with --standby and an empty folder (--run-dir)"
+        )
+
+
+def leading(config: RunConfig, term: Term, run_dir: Path) -> Leading:
+    """Return this process as the leader of a run, with a copy of the tape if it shall keep one; StoreError as it."""
+    if not config.syncer.standby:
+        return Leading(term, None)
+    copy = TapeCopy(term.bucket, term.leader)
+    copy.begin(run_dir)
+    return Leading(term, copy)
 
 
 def _known(run_dir: Path) -> tuple[str, str]:
-    """Return the run's id in its bucket, new for a new run, and the name of this folder."""
+    """Return the run's id in its bucket, and the id of this folder; new ones in a new folder."""
     path = run_dir / LEADING_FILE
-    place = f"{socket.gethostname()}:{run_dir.resolve()}"
-    if has_begun(run_dir) and path.exists():
-        return str(json.loads(path.read_text(encoding="utf-8"))["run"]), place
-    run = secrets.token_hex(ID_BYTES)
-    write_json(path, {"run": run})
-    return run, place
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return str(kept["run"]), str(kept["folder"])
+    run, folder = secrets.token_hex(ID_BYTES), secrets.token_hex(ID_BYTES)
+    write_json(path, {"run": run, "folder": folder})
+    return run, folder
 
 
 def stand_by(config: RunConfig, run_dir: Path, stop: threading.Event) -> Leading | None:
@@ -105,29 +136,42 @@ def stand_by(config: RunConfig, run_dir: Path, stop: threading.Event) -> Leading
                 if newest != known:
                     log.info(f"the syncer of epoch {newest.epoch} leads the run")
                 known, sign, since_s = newest, seen, time.monotonic()
+            # Decided before the copy is read, which may take longer than the lease.
+            silent = time.monotonic() - since_s > LEASE_S
             mirror.refresh(newest.epoch)
-            if time.monotonic() - since_s > LEASE_S:
-                return _take_over(config, bucket, newest, place, mirror)
+            if silent and not mirror.complete:
+                log.warning("the run has no complete copy in its bucket, so nobody can take over: set syncer.standby")
+                since_s = time.monotonic()
+            elif silent and bucket.sign_of(newest) == seen:
+                return _take_over(config, bucket, newest, place, mirror, stop)
         except StoreError as error:
             # A store that does not answer this process may answer the leader.
             since_s = time.monotonic()
             log.info(f"the bucket does not answer: {error}")
-        except ValueError as error:
-            log.info(f"not taken over: {error}")
+        except (OSError, ValueError) as error:
+            log.warning(f"not taken over: {error}")
             since_s = time.monotonic()
     return None
 
 
-def _take_over(config: RunConfig, bucket: Bucket, lost: Leader, place: str, mirror: Mirror) -> Leading:
+def _take_over(
+    config: RunConfig, bucket: Bucket, lost: Leader, place: str, mirror: Mirror, stop: threading.Event
+) -> Leading:
     log.warning(f"no sign of life of the syncer of epoch {lost.epoch} for {LEASE_S:g} s; taking over")
     began_s = time.monotonic()
     leader = bucket.lead(lost.epoch + 1, config.name, lost.run, place)
     term = Term(bucket, leader)
     try:
-        write_json(mirror.run_dir / LEADING_FILE, {"run": lost.run})
-        mirror.finish(lost.epoch)
+        mirror.finish(lost.epoch, stop)
+        write_json(mirror.run_dir / LEADING_FILE, {"run": lost.run, "folder": place})
+        log.info(f"leads the run as the syncer of epoch {leader.epoch}, {time.monotonic() - began_s:.1f} s later")
+        while True:
+            try:
+                return leading(config, term, mirror.run_dir)
+            except StoreError as error:
+                log.warning(f"the bucket does not answer, trying again: {error}")
+                if stop.wait(AGAIN_S):
+                    raise
     except BaseException:
         term.close()
         raise
-    log.info(f"leads the run as the syncer of epoch {leader.epoch}, {time.monotonic() - began_s:.1f} s later")
-    return leading(config, term)

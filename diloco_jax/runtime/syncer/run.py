@@ -44,7 +44,7 @@ from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.runtime.syncer.band import continued_band, read_band
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, begin, mode_of
 from diloco_jax.runtime.syncer.context import Merges, Results, SyncerContext
-from diloco_jax.runtime.syncer.copies import begin_copy, end_copy
+from diloco_jax.runtime.syncer.copies import copy_files, end_copy
 from diloco_jax.runtime.syncer.exposition import Exposition
 from diloco_jax.runtime.syncer.island_numbers import IslandNumbers
 from diloco_jax.runtime.syncer.leading import Leading, begin_to_lead, stand_by
@@ -444,7 +444,7 @@ class SyncerRun:
             # A folder with a tape and without a snapshot could not be resumed.
             if mode == FRESH:
                 preparing.close()
-            begin_copy(copy, run_dir)
+            copy_files(copy, run_dir)
             requests = begin(context, self._initial, mode, clock.now_s())
             tape.flush()
             watch.begins(mode)
@@ -473,6 +473,7 @@ class SyncerRun:
             if listener is not None:
                 log.exception("the run ends early")
                 self._pulse.patient()
+                listener.abandon()
                 writer.rescue()
             raise
         finally:
@@ -491,7 +492,7 @@ class SyncerRun:
     def _lead(self) -> Leading | None:
         """Claim the run's bucket, as a standby once its syncer is lost; None without a bucket, or if the run ended."""
         if not self._standby:
-            return begin_to_lead(self._config, self._run_dir)
+            return begin_to_lead(self._config, self._run_dir, self._stop)
         self._pulse.phase("standing by")
         self._pulse.rest()
         return stand_by(self._config, self._run_dir, self._stop)

@@ -259,6 +259,8 @@ class SnapshotWriter:
         if self._context.machine.restoring:
             log.warning("no snapshot of this moment: newer values were still on their way from learners")
             return
+        # Nobody takes over a run that ends, and the copy would delay the end.
+        self._on_saved = lambda path: None
         self.wait(tell)
         try:
             self._write_now(tell)

@@ -100,6 +100,7 @@ class BucketListener(Listener):
         self._shared: OrderedDict[tuple[int, ...], Shared] = OrderedDict()
         self._numbers = 0
         self._closing = threading.Event()
+        self._abandoned = False
         self._thread = threading.Thread(target=self._watch, name="diloco-bucket", daemon=True)
         self._thread.start()
 
@@ -110,6 +111,9 @@ class BucketListener(Listener):
     @property
     def requests(self) -> dict[str, int]:
         return self._bucket.store.requests.as_dict()
+
+    def abandon(self) -> None:
+        self._abandoned = True
 
     def send_version(self, peer: str, message: GlobalFragment, version: Version) -> bool:
         """Queue a version as `send` does; its payload is written once for all learners of one host."""
@@ -150,8 +154,9 @@ class BucketListener(Listener):
         for thread in (self._thread, *self._handling):
             thread.join(max(0.1, until_s - time.monotonic()))
         self._term.close(max(0.1, until_s - time.monotonic()))
-        with contextlib.suppress(StoreError):
-            self._sweep()
+        if not self._abandoned:
+            with contextlib.suppress(StoreError):
+                self._sweep()
 
     def _sweep(self) -> None:
         """Delete all objects of this epoch and of earlier ones, the claim to lead last."""

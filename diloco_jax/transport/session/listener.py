@@ -57,6 +57,9 @@ class Listener:
         """Return why another process has become the run's syncer; "" while this one is."""
         return ""
 
+    def abandon(self) -> None:
+        """Let `close` leave the claim to be the syncer: the run has not ended, and another process may continue it."""
+
     def announce(self, settings: Mapping[str, str], description: Description, number_of: Callable[[str], int]) -> None:
         """Take the answers for processes that ask before they join.
 

@@ -188,6 +188,8 @@ class Bucket:
                 f"{where} has a syncer of epoch {known.epoch}, this one is of epoch {epoch}: stop the other process, "
                 f"or remove what an ended run left with `diloco clean {self.config.address}`"
             )
+        # What cannot be read at our name is a stranger's, and must not keep everybody from leading.
+        self.store.delete([key for key in unreadable if key == names.leader(epoch)])
         try:
             created = self._claim_epoch(ours)
         except StoreError:

@@ -190,6 +190,7 @@ class Scene:
         parts.machine.membership = SimpleNamespace(members={"a": self.member}, connected=self.connected)
         parts.taped.on_disconnect, parts.machine.finished, parts.machine.over = self.lose, False, False
         parts.machine.next_deadline_s.return_value = None
+        listener.lost = ""
         listener.receive, results.take.return_value = self.receive, []
         parts.stop.is_set.side_effect = lambda: not self._deliveries
         other: Any = MagicMock()

@@ -9,13 +9,16 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from diloco_jax.runtime.records.tape_file import TapeStopped
 from diloco_jax.runtime.syncer.copies import Mirror, TapeCopy
+from diloco_jax.runtime.syncer.leading import begin_to_lead
 from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.store import names
 from diloco_jax.transport.store.bucket import Bucket, Leader
 
 SEEDS = 15
@@ -127,7 +130,7 @@ def check_takeovers(seed: int, folder: Path) -> int:
         tape: list[str] = []
         if lost:
             try:
-                mirror.finish(lost)
+                mirror.finish(lost, threading.Event())
             except ValueError as error:
                 if "another process" in str(error):
                     return
@@ -139,6 +142,8 @@ def check_takeovers(seed: int, folder: Path) -> int:
         copy = TapeCopy(bucket, leader)
         (run_dir / "tape.jsonl").write_text("".join(f"{line}\n" for line in tape))
         copy.begin(run_dir)
+        # The listener does so when it opens.
+        bucket.store.delete([key for key in bucket.store.list(names.LEADER) if key < names.leader(leader.epoch)])
         position = sum(len(line) + 1 for line in tape)
         for number in range(LINES):
             line = f"{leader.epoch}:{number}"
@@ -166,3 +171,53 @@ def test_no_effect_is_lost_and_nobody_leads_twice(seed: int, tmp_path: Path) -> 
 @pytest.mark.nightly
 def test_no_effect_is_lost_in_a_thousand_schedules(tmp_path: Path) -> None:
     assert sum(check_takeovers(seed, tmp_path) for seed in range(1000)) > 2000
+
+
+def copied(bucket: Bucket, folder: Path) -> str:
+    """The tape that a standby makes of the copy of epoch 1."""
+    folder.mkdir()
+    Mirror(bucket, folder).finish(1, threading.Event())
+    return (folder / "tape.jsonl").read_text()
+
+
+def test_what_an_ended_run_left_is_not_a_part_of_a_copy(tmp_path: Path) -> None:
+    bucket = Bucket(TransportConfig(address=f"memory://{tmp_path}"))
+    for position, line in ((0, b"old\n"), (1, b"x\n"), (4, b"old too\n")):
+        bucket.write(names.on_tape(1, position), line)
+    bucket.write(names.base(1), b"complete")
+    copy = TapeCopy(bucket, bucket.lead(1, "run", "id"))
+    copy.begin(tmp_path)
+    copy(0, b"a\n")
+    copy(2, b"b\n")
+    assert copied(bucket, tmp_path / "standby") == "a\nb\n"
+    # A part that is missing is waited for, and never taken for the end.
+    bucket.store.delete([names.on_tape(1, 0)])
+    stop = threading.Event()
+    threading.Timer(0.1, stop.set).start()
+    with pytest.raises(ValueError, match="stopped before the copy of the run was complete"):
+        Mirror(bucket, tmp_path / "standby").finish(1, stop)
+
+
+def test_an_object_of_a_stranger_ends_no_syncer_and_keeps_nobody_from_leading(tmp_path: Path) -> None:
+    bucket = Bucket(TransportConfig(address=f"memory://{tmp_path}"))
+    copy = TapeCopy(bucket, bucket.lead(1, "run", "id"))
+    bucket.store.put(names.leader(2), b"no leader")
+    copy(0, b"a\n")
+    assert bucket.lead(2, "run", "id").epoch == 2
+    with pytest.raises(TapeStopped, match="another process leads the run"):
+        copy(2, b"b\n")
+
+
+def test_a_syncer_that_was_replaced_does_not_continue_its_own_tape(tmp_path: Path) -> None:
+    transport = TransportConfig(address=f"memory://{tmp_path}", poll_s=0.01)
+    config: Any = SimpleNamespace(transport=transport, name="run", syncer=SimpleNamespace(standby=True))
+    first = begin_to_lead(config, tmp_path, threading.Event())
+    assert first is not None and first.copy is not None
+    (tmp_path / "tape.jsonl").write_text("a\n")
+    first.term.close()
+    bucket = first.term.bucket
+    TapeCopy(bucket, bucket.lead(2, "run", first.term.leader.run, "another folder")).begin(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"another process has continued this run, as the syncer of epoch 2.*--standby"
+    ):
+        begin_to_lead(config, tmp_path, threading.Event())
