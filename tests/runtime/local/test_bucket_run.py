@@ -61,5 +61,7 @@ def test_a_run_through_s3_survives_its_island_and_its_syncer(folder: Path, monke
         # The processes of the run take these variables from this one.
         for name, value in environment(server).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setitem(TRANSPORT, "allow_plaintext", True)
+        # moto answers about a hundred requests per second, which three processes would use up with looks.
+        for name, value in {"allow_plaintext": True, "poll_s": 0.4, "keepalive_s": 6.0}.items():
+            monkeypatch.setitem(TRANSPORT, name, value)
         check_run(folder, server.url("small"))
