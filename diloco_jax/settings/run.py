@@ -389,6 +389,17 @@ class RunConfig:
                 "evaluation.subtract tests contributions at the evaluations during the run, and train.eval_every is 0, "
                 "so there is none; set train.eval_every, or leave evaluation.subtract out"
             )
+        self._check_bucket()
+        self._check_own_data()
+        self._check_budget()
+        self.protocol.check_steps(self.planned_steps)
+        check_classes([name for names in self.protocol.groups.classes for name in names], "protocol.sync_every")
+        for name in ("", *self.islands.each):
+            self.check_mesh(self.island(name))
+        if self.model.module.startswith("diloco_jax.training.models."):
+            self._check_built_in()
+
+    def _check_bucket(self) -> None:
         if self.syncer.standby and not bucket_scheme(self.transport.address):
             raise ValueError(
                 f"syncer.standby is true, but transport.address is {self.transport.address}: a standby reads the run "
@@ -399,14 +410,6 @@ class RunConfig:
                 f"transport.address is {self.transport.address}, a bucket, and model.module is own: a loop sends its "
                 "model over a connection; set transport.address to host:port, or name the model in model.module"
             )
-        self._check_own_data()
-        self._check_budget()
-        self.protocol.check_steps(self.planned_steps)
-        check_classes([name for names in self.protocol.groups.classes for name in names], "protocol.sync_every")
-        for name in ("", *self.islands.each):
-            self.check_mesh(self.island(name))
-        if self.model.module.startswith("diloco_jax.training.models."):
-            self._check_built_in()
 
     def _check_own_data(self) -> None:
         if self.algorithm == "data_parallel" and any(own.data is not None for own in self.islands.each.values()):
