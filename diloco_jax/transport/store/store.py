@@ -7,7 +7,6 @@ create one name, exactly one succeeds.
 
 import os
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -249,14 +248,6 @@ class ObjectStore:
         # The library appends the whole structure of its error in further lines.
         why = str(error).split("\n", 1)[0][:300]
         return StoreError(f"cannot {action} {key} in {self.url}: {why}")
-
-
-def retried(first_s: float, most_s: float, until_s: float) -> Iterator[float]:
-    """Yield pauses in seconds between tries, twice as long each time, until `until_s` on the monotonic clock."""
-    pause_s = first_s
-    while time.monotonic() < until_s:
-        yield pause_s
-        pause_s = min(2 * pause_s, most_s)
 
 
 def _client_options(url: str) -> Any:
