@@ -69,7 +69,9 @@ def describe_run(config: RunConfig, layout: str) -> Description:
     """
     here = TransportConfig()
     local = {name: getattr(here, name) for name in ("address", "tls_ca", "tls_certificate", "tls_key", "token_file")}
-    return Description(dump_chosen(replace(config, transport=replace(config.transport, **local))), layout)
+    # A standby needs a bucket as address, and only the syncer's machine knows of it.
+    told = replace(config, transport=replace(config.transport, **local), syncer=replace(config.syncer, standby=False))
+    return Description(dump_chosen(told), layout)
 
 
 def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> OfferedModel | None:
