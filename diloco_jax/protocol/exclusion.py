@@ -1,7 +1,9 @@
 """The rule that excludes learners' values from a merge: non-finite ones, and outliers by their norm.
 
 The rule decides from norms, counters and the fragment's history alone. The driver measures the norms and computes the
-merge; the tape records both, so that `diloco audit` and `diloco replay` can repeat each decision.
+merge; the tape records both, so that `diloco audit` and `diloco replay` can repeat each decision. A syncer that
+restarts repeats those after its snapshot (`recall`), so that it forgets nothing of what is usual: values of learners
+may be newer than the snapshot, and with an empty history any value would be accepted.
 
 The *rate* of a value is its norm, divided by the inner steps that it covers. A finite value is an outlier if its rate
 is above a limit, which is the largest of:
@@ -231,6 +233,26 @@ def repeat(
     undecoded = {contribution.learner_id: "its payload cannot be decoded" for contribution in contributions}
     undecoded = {name: reason for name, reason in undecoded.items() if name not in evidence.norms}
     return decision._replace(excluded=decision.excluded | undecoded), next_history(history, decision, values)
+
+
+def recall(
+    histories: Sequence[RateHistory],
+    sizes: Sequence[int],
+    fragment_id: int,
+    evidence: Evidence,
+    contributions: Sequence[Contribution],
+) -> RateHistory:
+    """Return a fragment's history after a recorded round, as the process that decided the round had it.
+
+    Args:
+        histories: of all fragments before the round.
+        sizes: parameters of each fragment.
+        fragment_id: the fragment of the round.
+        evidence: the record of the round.
+        contributions: as of `repeat`.
+    """
+    _, history = repeat(evidence, contributions, histories[fragment_id])
+    return history._replace(elsewhere=usual_elsewhere(histories, sizes, fragment_id))
 
 
 def anchor_problem(distance: float, steps: int, history: RateHistory, length: float, outlier_factor: float) -> str:

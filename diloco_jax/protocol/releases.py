@@ -9,8 +9,8 @@ RELEASE = "0.3.0"
 # misread. OLDEST grows when this release stops understanding the islands or files of a protocol.
 PROTOCOL, OLDEST = 2, 1
 # RULES grows if the machines decide otherwise from the same inputs. A tape of other rules can be read, but this
-# release may decide otherwise from it.
-RULES = 2
+# release may decide otherwise from it. Since 3 a syncer that restarts knows the rates of the rounds after its snapshot.
+RULES = RECALLS_ROUNDS = 3
 STAMP = (PROTOCOL, RELEASE, RULES)
 
 
@@ -46,6 +46,12 @@ def decided_elsewhere(stamps: Iterable[Any]) -> str:
                 "that release, or let the run continue from its newest snapshot (`diloco syncer CONFIG --rewind`)"
             )
     return ""
+
+
+def recalls_rounds(stamp: Any) -> bool:
+    """Return whether a syncer with this stamp restarted with what the rounds after its snapshot had shown."""
+    _, _, *rules = stamp
+    return bool(rules) and int(rules[0]) >= RECALLS_ROUNDS
 
 
 def install_hint(extra: str) -> str:

@@ -7,7 +7,7 @@ learner, local step, round, time and seed only.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal, NamedTuple
@@ -21,8 +21,10 @@ from diloco_jax.protocol.exclusion import (
     evidence_of,
     exclude_largest,
     next_history,
+    recall,
     usual_elsewhere,
 )
+from diloco_jax.protocol.messages import StepReport
 
 # The rate of a step is at most this factor above or below the usual rate.
 SPREAD = 1.2
@@ -82,6 +84,21 @@ class DrawnNorms:
     def begin(self, histories: tuple[RateHistory, ...] | None) -> None:
         """Start a process of the syncer with the histories of its snapshot, or without one."""
         self.histories = self._initial if histories is None else histories
+
+    def on_report(self, report: StepReport, now_s: float) -> None:
+        """Do nothing: norms do not depend on reports."""
+
+    def on_merged(self, fragment_id: int, evidence: Evidence, parts: Sequence[Contribution]) -> None:
+        """Put a round of the tape into its fragment's history, as a syncer does that restarts."""
+        after = list(self.histories)
+        after[fragment_id] = recall(after, (1,) * len(after), fragment_id, evidence, parts)
+        self.histories = tuple(after)
+
+    def state(self) -> tuple[RateHistory, ...]:
+        return self.histories
+
+    def restore(self, state: tuple[RateHistory, ...]) -> None:
+        self.histories = state
 
     def measure(self, order: Merge, useless: Collection[str], now_s: float) -> list[MeasuredValue]:
         """Return the values of a round with their norms; the values of `useless` learners are not finite."""

@@ -6,10 +6,12 @@ bring newer values. Rewind: if all processes have ended, the run continues from 
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from diloco_jax.protocol.effects import Send
 from diloco_jax.protocol.syncer.machine import Syncer
-from diloco_jax.protocol.syncer.tape import Moment, count_epochs, repeat_bans, replay
+from diloco_jax.protocol.syncer.observations import remembered
+from diloco_jax.protocol.syncer.tape import Moment, Moments, count_epochs, repeat_bans, replay
 from diloco_jax.sim.disk import Disk
 from diloco_jax.sim.engine import NEVER_S
 from diloco_jax.sim.fault import Fault
@@ -152,9 +154,13 @@ class SyncerNode:
             states[Moment(snapshot.global_step)] = snapshot.state()
             machine.restore(dict(snapshot.state()))
             values, start, loaded = list(snapshot.values), snapshot.tape_lines, snapshot.global_step
-        if self._world.norms is not None:
-            self._world.norms.begin(snapshot.histories if snapshot is not None else None)
-        for _ in replay(self.tape[start:], machine, states):
+        lines, norms = iter(self.tape[start:]), self._world.norms
+        if norms is not None:
+            norms.begin(snapshot.histories if snapshot is not None else None)
+            kept = Moments[Any]()
+            kept.keep(Moment(loaded), norms.state)
+            lines = remembered(lines, machine, norms, kept)
+        for _ in replay(lines, machine, states):
             pass
         process = self.process = self._new_process(machine, values)
         now_s = self._engine.now_s

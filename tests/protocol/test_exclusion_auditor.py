@@ -32,8 +32,11 @@ class Tape:
     def snapshot(self) -> None:
         self.auditor.take(["snapshot", 1.0, 5, "head"], [])
 
-    def restart(self, loaded: int, *head: str) -> None:
-        self.auditor.take(["restart", 1.0, [0], [7], loaded, STAMP, *head], [])
+    def restart(self, loaded: int, *head: str, stamp: tuple[int, str, int] = STAMP) -> None:
+        self.auditor.take(["restart", 1.0, [0], [7], loaded, stamp, *head], [])
+
+    def rewind(self, global_step: int, *head: str) -> None:
+        self.auditor.take(["rewind", 1.0, global_step, 2, STAMP, *head], [])
 
 
 def test_decisions_that_the_rule_repeats_are_no_problem() -> None:
@@ -65,19 +68,38 @@ def test_a_round_without_evidence_makes_the_history_unknown() -> None:
     assert tape.problems == ["round 11 merged the value of a, which holds NaN or infinity"]
 
 
-def test_a_restart_goes_back_to_the_history_of_its_snapshot() -> None:
+def test_a_rewind_goes_back_to_the_history_of_its_snapshot() -> None:
+    tape = Tape()
+    tape.settle()
+    tape.snapshot()
+    tape.round(99.0)
+    tape.round(99.0)
+    tape.rewind(5, "head")
+    tape.round(101.0, excluded=True)
+    assert not tape.problems, "the two rates of 99 are of a history that the model does not have any more"
+    repeated = tape.auditor.repeated
+    tape.rewind(5, "of another history")
+    tape.round(1e9)
+    assert not tape.problems and tape.auditor.repeated == repeated, "nothing is known of that snapshot"
+
+
+def test_a_restart_forgets_nothing_that_is_usual() -> None:
+    """Neither of the rounds after its snapshot, nor without a snapshot."""
     tape = Tape()
     tape.settle()
     tape.snapshot()
     tape.round(99.0)
     tape.round(99.0)
     tape.restart(5, "head")
-    tape.round(101.0, excluded=True)
-    assert not tape.problems, "the two rates of 99 are of a history that the model does not have any more"
+    tape.round(101.0)
     tape.restart(-1)
+    tape.round(1e9, excluded=True)
+    assert not tape.problems and tape.auditor.repeated == RATES_MIN + 4
+
+
+def test_a_restart_of_an_older_release_had_forgotten_the_rounds_after_its_snapshot() -> None:
+    tape = Tape()
+    tape.settle()
+    tape.restart(-1, stamp=(2, "0.3.0", 2))
     tape.round(1e9)
-    assert not tape.problems, "nothing is usual in the initial model"
-    repeated = tape.auditor.repeated
-    tape.restart(5, "of another history")
-    tape.round(1e9)
-    assert not tape.problems and tape.auditor.repeated == repeated, "nothing is known of that snapshot"
+    assert not tape.problems and tape.auditor.repeated == RATES_MIN

@@ -278,10 +278,16 @@ def stamps(lines: Iterable[str]) -> Iterator[Any]:
     for line in lines:
         if line.startswith(('["begin"', *_LATER_EPOCHS)):
             try:
-                kind, _, *arguments = json.loads(line)
+                yield stamp_of(json.loads(line))
             except _NOT_A_LINE:
                 continue
-            yield from arguments[_EPOCH_STARTS[kind] : _EPOCH_STARTS[kind] + 1] or [WITHOUT_STAMP]
+
+
+def stamp_of(line: list[Any]) -> Any:
+    """Return the stamp of the release that wrote a line that starts an epoch."""
+    kind, _, *arguments = line
+    own = _EPOCH_STARTS[kind]
+    return arguments[own] if len(arguments) > own else WITHOUT_STAMP
 
 
 def without_stamp(line: list[Any]) -> list[Any]:

@@ -5,14 +5,16 @@ from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Merge
 from diloco_jax.protocol.exclusion import Evidence, RateHistory, repeat
-from diloco_jax.protocol.syncer.tape import BEGINNING, Moment, Moments, back_to, captured, without_stamp
+from diloco_jax.protocol.releases import recalls_rounds
+from diloco_jax.protocol.syncer.tape import Moment, Moments, back_to, captured, stamp_of, without_stamp
 
 
 class ExclusionAuditor:
     """Keeps the rate history of each fragment from a tape, and reports decisions that the rule does not repeat.
 
-    A round without evidence makes the history of its fragment unknown: older releases recorded none. Later decisions of
-    this fragment are not repeated, but non-finite values must still be excluded.
+    A round without evidence makes the history of its fragment unknown, and a restart of an older release, which forgot
+    the rounds after its snapshot, those of all fragments. Later decisions of such a fragment are not repeated, but
+    non-finite values must still be excluded.
 
     Args:
         num_fragments: fragments of the model.
@@ -34,7 +36,11 @@ class ExclusionAuditor:
     def take(self, line: list[Any], effects: list[Effect]) -> None:
         """Read one input of the tape and its effects."""
         kind = line[0]
-        if (moment := back_to(kind, without_stamp(line))) is not None:
+        if kind == "restart":
+            self._orders.clear()
+            if not recalls_rounds(stamp_of(line)):
+                self._histories = [None] * len(self._histories)
+        elif (moment := back_to(kind, without_stamp(line))) is not None:
             self._go_back(moment)
         elif kind == "merged":
             self._check(self._orders.pop(line[2]), line[4], line[5] if len(line) > 5 else None)
@@ -45,11 +51,9 @@ class ExclusionAuditor:
             self._snapshots.keep(moment, self._histories.copy)
 
     def _go_back(self, moment: Moment) -> None:
-        """Restore the histories of a snapshot: the model goes back to it in a restart and in a rewind."""
+        """Restore the histories of a snapshot, which a rewind goes back to."""
         self._orders.clear()
-        if moment == BEGINNING:
-            self._histories = [RateHistory()] * len(self._histories)
-        elif moment in self._snapshots:
+        if moment in self._snapshots:
             self._histories = self._snapshots.at(moment).copy()
         else:
             self._histories = [None] * len(self._histories)

@@ -34,6 +34,7 @@ from diloco_jax.protocol.exclusion import (
     evidence_of,
     exclude_largest,
     next_history,
+    recall,
     usual_elsewhere,
 )
 from diloco_jax.protocol.messages import NO_VERSION
@@ -188,15 +189,32 @@ class GlobalModel:
         if merged.state is not None:
             self._arithmetic.publish(merged.fragment_id)
         mark = merged.state or self._marks[merged.fragment_id]
-        sizes = [self.layout(number).size for number in range(len(self._marks))]
-        elsewhere = usual_elsewhere([mark.history for mark in self._marks], sizes, merged.fragment_id)
+        elsewhere = usual_elsewhere(self.histories, self._sizes, merged.fragment_id)
         self._marks[merged.fragment_id] = mark._replace(history=merged.history._replace(elsewhere=elsewhere))
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [self.layout(number).size for number in range(len(self._marks))]
+
+    @property
+    def histories(self) -> list[RateHistory]:
+        """The rate history of each fragment."""
+        return [mark.history for mark in self._marks]
+
+    @histories.setter
+    def histories(self, histories: Sequence[RateHistory]) -> None:
+        self._marks = [mark._replace(history=history) for mark, history in zip(self._marks, histories, strict=True)]
+
+    def recall(self, fragment_id: int, evidence: Evidence, contributions: Sequence[Contribution]) -> None:
+        """Put a recorded round into its fragment's history; the values stay as they are."""
+        history = recall(self.histories, self._sizes, fragment_id, evidence, contributions)
+        self._marks[fragment_id] = self._marks[fragment_id]._replace(history=history)
 
     def restore(self, fragment_id: int, version: int, payload: Bytes) -> None:
         """Make a value that this syncer or an earlier epoch of it sent the newest version of its fragment.
 
-        Outer state and medians stay as they are, because only the lost process had newer ones. The residual of its
-        steps is lost.
+        The outer state stays as it is, because only the lost process had a newer one. The residual of its steps is
+        lost. The history of rates follows the tape, which `recall` repeats.
 
         Raises:
             ValueError: The payload is not a float32 encoding of this fragment.

@@ -1,27 +1,28 @@
 """The start of a syncer's process: a new run, a run whose syncer failed, or a run that has only its folder left.
 
 fresh     There is no tape: the initial model and a new machine.
-failover  There is a tape: the newest readable snapshot, then every later decision from the tape. Learners, which are
-          alive, send the values that the snapshot lacks (protocol/syncer/comeback.py).
+failover  There is a tape: the newest readable snapshot, then every later decision from the tape, with what the rounds
+          showed to be usual (protocol/exclusion.py). Learners, which are alive, send the values that the snapshot
+          lacks (protocol/syncer/comeback.py).
 rewind    There is a tape, and no learner is alive: the newest readable snapshot alone. Later rounds are void.
 """
 
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.effects import Effect, Note, SaveSnapshot
-from diloco_jax.protocol.messages import StepReport
+from diloco_jax.protocol.exclusion import RateHistory
 from diloco_jax.protocol.releases import decided_elsewhere
+from diloco_jax.protocol.syncer.observations import remembered
 from diloco_jax.protocol.syncer.tape import (
     BEGINNING,
     Moment,
     Moments,
-    back_to,
     count_epochs,
     limits_before,
     repeat_bans,
@@ -101,17 +102,17 @@ def _fail_over(context: SyncerContext, snapshot: Snapshot | None, now_s: float) 
     if (limits := limits_before(read_lines(tape, start))) is not None:
         context.machine.on_limits(limits)
     uses = returns(read_lines(tape, start))
-    counted: Moments[dict[str, Any]] = Moments(uses)
-    counted.keep(loaded, context.stats.state)
-    count = 0
+    seen, kept, count = _RunObservations(context), Moments[Any](uses), 0
+    kept.keep(loaded, seen.state)
+    lines = remembered(read_lines(tape, start), context.machine, seen, kept)
     try:
-        for effects in replay(_counted(read_lines(tape, start), context, counted), context.machine, states, uses):
+        for effects in replay(lines, context.machine, states, uses):
             count += 1
             for effect in effects:
                 if isinstance(effect, Note) and effect.kind == "merged":
                     context.stats.on_merged(effect.members, effect.global_step)
                 elif isinstance(effect, SaveSnapshot):
-                    counted.keep(Moment(effect.global_step), context.stats.state)
+                    kept.keep(Moment(effect.global_step), seen.state)
     except ValueError as error:
         why = decided_elsewhere(stamps(read_lines(tape)))
         raise ValueError(f"{tape}, with lines counted from byte {start} on: {error}{why and f'; {why}'}") from error
@@ -122,26 +123,19 @@ def _fail_over(context: SyncerContext, snapshot: Snapshot | None, now_s: float) 
     )
 
 
-def _counted(lines: Iterator[str], context: SyncerContext, counted: Moments[dict[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a tape, and count each report just before the machine gets it, as when it was written.
+class _RunObservations:
+    """The counts of a run and the rates of its rounds: what the machine's state does not have."""
 
-    The counts at each snapshot that the run returns to are kept.
-    """
-    for line in lines:
-        if line.startswith('["StepReport"'):
-            _, then_s, *fields = json.loads(line)
-            context.stats.on_report(StepReport(*fields), then_s)
-        elif line.startswith('["snapshot"'):
-            counted.keep(Moment(*json.loads(line)[2:]), context.stats.state)
-        elif line.startswith('["rewind"'):
-            fields = json.loads(line)[2:]
-            # The third field is the stamp of the release.
-            del fields[2:3]
-            moment = back_to("rewind", fields)
-            # The replay of the machine reports a moment that is not on the tape.
-            if moment is not None and moment in counted:
-                context.stats.restore(counted.at(moment))
-        yield line
+    def __init__(self, context: SyncerContext) -> None:
+        self._stats, self._model = context.stats, context.model
+        self.on_report, self.on_merged = context.stats.on_report, context.model.recall
+
+    def state(self) -> tuple[dict[str, Any], list[RateHistory]]:
+        return self._stats.state(), self._model.histories
+
+    def restore(self, state: tuple[dict[str, Any], list[RateHistory]]) -> None:
+        counts, self._model.histories = state
+        self._stats.restore(counts)
 
 
 def _rewind(

@@ -11,6 +11,7 @@ from diloco_jax.protocol.exclusion import (
     HARMLESS,
     OUTLIERS_KEPT,
     RATES_KEPT,
+    RATES_MIN,
     VOTERS_MIN,
     MeasuredValue,
 )
@@ -40,6 +41,10 @@ class ExclusionsHold(Checker):
         self._orders: dict[int, Merge] = {}
         # The highest rate that was ever merged, in all fragments and histories of the run.
         self._highest = 0.0
+        # Fragment -> values that moved and were merged, since the start or the last rewind.
+        self._known: dict[int, int] = defaultdict(int)
+        # Fragment and learner -> exclusions.
+        self._exclusions: dict[tuple[int, str], int] = defaultdict(int)
         # Fragment and learner -> exclusions in a row in rounds with few voters.
         self._in_a_row: dict[tuple[int, str], int] = defaultdict(int)
         # Fragment and learner -> values of others since the last exclusion, which push it out of the rule's memory.
@@ -48,6 +53,8 @@ class ExclusionsHold(Checker):
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
         self._in_a_row.clear()
+        if rewound_to >= 0:
+            self._known.clear()
 
     def on_syncer(self, message: LearnerMessage | None, effects: Effects, now_s: float) -> None:
         if self._drawn:
@@ -64,24 +71,35 @@ class ExclusionsHold(Checker):
             merged = value.contribution.learner_id not in excluded
             self.check(not (unmergeable and merged), f"round {global_step} merges {value}, which is not finite")
         finite = [value for value in values if math.isfinite(value.norm)]
-        self._check_outliers(global_step, finite, excluded)
+        self._check_outliers(order, finite, excluded)
         self._check_honest(order, finite, excluded, now_s)
-        self._highest = max([self._highest, *(v.rate for v in finite if v.contribution.learner_id not in excluded)])
+        rates = [value.rate for value in finite if value.contribution.learner_id not in excluded]
+        self._highest = max([self._highest, *rates])
+        self._known[order.fragment_id] += sum(rate > 0 for rate in rates)
+        for name in excluded:
+            self._exclusions[order.fragment_id, name] += 1
         for history in self._norms.histories:
             bounded = len(history.rates) <= RATES_KEPT and len(history.peaks) <= EARLIER_MIN
             self.check(bounded and len(history.outliers) <= OUTLIERS_KEPT, f"the memory has grown to {history}")
 
-    def _check_outliers(self, global_step: int, finite: Sequence[MeasuredValue], excluded: tuple[str, ...]) -> None:
-        """Check that a value far above all others, of this round and before, is excluded if others can outvote it."""
-        settings = self._norms.settings
-        if sum(value.rate > 0 for value in finite) < VOTERS_MIN or not settings.outlier_factor:
+    def _check_outliers(self, order: Merge, finite: Sequence[MeasuredValue], excluded: tuple[str, ...]) -> None:
+        """Check that a value far above all others, of this round and before, is excluded.
+
+        With few voters it is excluded if the fragment knows what is usual, whatever process of the syncer learnt it,
+        and the learner had too few exclusions for a lasting change.
+        """
+        settings, step = self._norms.settings, order.global_step
+        voted = sum(value.rate > 0 for value in finite) >= VOTERS_MIN
+        if not settings.outlier_factor or not (voted or self._known[order.fragment_id] >= RATES_MIN):
             return
         for value in finite:
-            others = max(other.rate for other in finite if other is not value)
-            highest = max(self._highest, others)
+            name = value.contribution.learner_id
+            if not voted and self._exclusions[order.fragment_id, name] >= EARLIER_MIN:
+                continue
+            highest = max([self._highest, *(other.rate for other in finite if voted and other is not value)])
             limit = max(settings.outlier_factor * highest, GROWTH * highest, HARMLESS * settings.length)
-            holds = value.rate <= limit or value.contribution.learner_id in excluded
-            self.check(holds, f"round {global_step} merges {value}, a single outlier: others are below {highest}")
+            holds = value.rate <= limit or name in excluded
+            self.check(holds, f"round {step} merges {value}, a single outlier: others are below {highest}")
 
     def _check_honest(
         self, order: Merge, finite: Sequence[MeasuredValue], excluded: tuple[str, ...], now_s: float

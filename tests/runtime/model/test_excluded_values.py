@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 
+from diloco_jax.core import codec
 from diloco_jax.core.fragments import put, take
+from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import RATES_MIN
 from diloco_jax.runtime.model.global_model import GlobalModel
 from tests.runtime.model.honest import AdamW, Sent, bursts, make_model, merge
@@ -156,9 +158,6 @@ def test_what_is_known_survives_a_snapshot_bit_for_bit() -> None:
 
 def test_a_replay_excludes_the_same_learners_as_the_run() -> None:
     """A replay takes the run's decision, because a value that was damaged on its way is whole in a replay."""
-    from diloco_jax.core import codec
-    from diloco_jax.protocol.effects import Contribution, Merge
-
     model, again = one_fragment(), one_fragment()
     for number in range(1, 20):
         values = {name: sent(model, 0.024 * (1 + n)) for n, name in enumerate("ab")}
@@ -171,3 +170,17 @@ def test_a_replay_excludes_the_same_learners_as_the_run() -> None:
         again.publish(repeated)
         assert repeated.excluded.keys() == merged.excluded.keys() and again.digests == model.digests
         assert again.capture().marks[0].history.rates == model.capture().marks[0].history.rates
+
+
+def test_a_tape_brings_back_the_histories_of_all_fragments() -> None:
+    model, again = two_fragments(), two_fragments()
+    for number in range(1, 3 * RATES_MIN):
+        fragment_id, norm = number % 2, 2400.0 if number == 2 * RATES_MIN else 0.024 * (1 + number % 3)
+        values = {"a": sent(model, norm, fragment_id=fragment_id), "b": sent(model, 0.03, fragment_id=fragment_id)}
+        merged = merge(model, number, fragment_id, values)
+        assert bool(merged.excluded) == (number == 2 * RATES_MIN)
+        parts = [Contribution(name, number, one.steps, 64 * one.steps, one.base, 4) for name, one in values.items()]
+        again.recall(fragment_id, merged.evidence, parts)
+        assert again.histories == model.histories
+    assert all(len(history.rates) >= RATES_MIN and history.elsewhere for history in again.histories)
+    assert model.histories[0].outliers and again.versions == [0, 0]

@@ -13,6 +13,7 @@ from diloco_jax.protocol import exclusion
 from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.exclusion import Decision, MeasuredValue, RateHistory
 from diloco_jax.protocol.pacing import ProtocolConfig
+from diloco_jax.sim.fault import Fault
 from diloco_jax.sim.invariants import __main__ as cli
 from diloco_jax.sim.invariants.draw import random_scenario, with_norms
 from diloco_jax.sim.invariants.exclusions import ExclusionsHold
@@ -81,6 +82,17 @@ def test_a_broken_rule_is_caught(rule: Rule, scenario: Scenario, text: str) -> N
     with patch("diloco_jax.sim.norms.decide", rule):
         verdict = judge(scenario, checkers=[ExclusionsHold])
     assert verdict.problem.startswith("Violation: ExclusionsHold at ") and text in verdict.problem, verdict
+
+
+def test_a_syncer_that_restarts_knows_what_is_usual() -> None:
+    """Also without a snapshot: then the tape alone tells it."""
+    config = replace(PAIR.config, snapshot_every=1000)
+    crash = Fault(27.0, "syncer_crash", duration_s=1.0)
+    scenario = having(replace(PAIR, config=config, faults=(crash,)), DAMAGE)
+    assert not judge(scenario).problem
+    with patch("diloco_jax.sim.syncer_node.remembered", lambda lines, *_: lines):
+        verdict = judge(scenario, checkers=[ExclusionsHold])
+    assert "a single outlier" in verdict.problem, verdict
 
 
 def test_a_finite_value_whose_merge_overflows_is_excluded() -> None:
