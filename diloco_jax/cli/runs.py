@@ -293,6 +293,12 @@ def _learner_options(parser: Parser) -> None:
     parser.add_argument(
         "--coordinator", default="", metavar="HOST:PORT", help="address where the island's host 0 listens"
     )
+    parser.add_argument("--slice", type=int, metavar="K", help="number of this process among islands.slices slices")
+    parser.add_argument(
+        "--slices",
+        metavar="HOST:PORT,...",
+        help="where each slice of the island listens for the others, in the order of their numbers",
+    )
     parser.add_argument(
         "--preemption",
         metavar="gce|FILE",
@@ -317,11 +323,31 @@ def learner(arguments: argparse.Namespace) -> int:
     config = _with_own_data(load_config(arguments), arguments.island, arguments.data)
     run_dir, name = learner_dir(arguments, config), check_name(arguments.island)
     with ExitStack() as held:
-        # A spare has no identity yet. Of several hosts only the first takes the lock.
+        # A spare has no identity yet. Of several hosts only the first takes the lock, and each slice its own.
         if not (arguments.standby or arguments.host):
-            held.enter_context(_learner_lock(run_dir, name))
+            own = name if arguments.slice is None else f"{name}.slice-{arguments.slice}"
+            held.enter_context(_learner_lock(run_dir, own))
             tell_phase(run_dir, name, IMPORTING)
         return _learn(arguments, config, run_dir, held)
+
+
+def _in_slices(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, address: str, stop: Event) -> int:
+    """Run one slice of an island of several."""
+    from diloco_jax.runtime.local.run import next_incarnation
+    from diloco_jax.runtime.slices.process import Place, SliceProcess
+
+    name, addresses = arguments.island, tuple((arguments.slices or "").split(","))
+    if arguments.slice is None or not 0 <= arguments.slice < config.islands.slices:
+        raise ValueError(
+            f"--slice is {arguments.slice}, but {name} has slices 0 to {config.islands.slices - 1} (islands.slices)"
+        )
+    if len(addresses) != config.islands.slices:
+        raise ValueError(
+            f"--slices names {len(addresses)} addresses, but islands.slices is {config.islands.slices}; write "
+            "HOST:PORT of each slice, separated by commas, the same on all of them"
+        )
+    place = Place(arguments.slice, addresses)
+    return SliceProcess(config, name, place, address, run_dir, lambda: next_incarnation(run_dir, name), stop).run()
 
 
 def _with_own_data(config: RunConfig, island: str, path: str | None) -> RunConfig:
@@ -381,6 +407,8 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
         incarnation = next_incarnation(run_dir, arguments.island)
     if arguments.preemption:
         watch(check_source(arguments.preemption), stop)
+    if config.islands.slices > 1:
+        return _in_slices(arguments, config, run_dir, address, stop)
     if config.island(arguments.island).hosts > 1:
         arguments.leave = leave
 

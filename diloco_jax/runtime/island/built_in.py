@@ -147,7 +147,7 @@ class BuiltInLoop:
         self.tokenizer = source.tokenizer.digest if source.tokenizer else ""
         self.batch_size = own.batch_size  # samples per step
         self.prefetch = config.data.prefetch  # batches ahead
-        self._sample = source.train[0]
+        self.sample = source.train[0]
         # The learning rate of a step of the schedule.
         self.rate = learning_rate(config.optimizer, config.planned_steps)
         # The whole island, or this process's part of it.
@@ -168,7 +168,7 @@ class BuiltInLoop:
 
     def _read(self, config: RunConfig, source: Source) -> Feed:
         order = SampleOrder(source, config.data.shuffle_seed + config.seed)
-        feed = Feed(self.island, order, self._sample, self.prefetch, self.batch_size)
+        feed = Feed(self.island, order, self.sample, self.prefetch, self.batch_size)
         self._feeds[config.data.corpus] = feed, source.corpus
         return feed
 
@@ -181,15 +181,23 @@ class BuiltInLoop:
 
     def warm_up(self, batch_size: int = 0) -> None:
         """Compile the inner step, for `batch_size` samples if given; any thread may call it."""
-        self.island.warm_up(batch_shapes(self._sample, batch_size or self.batch_size))
+        self.island.warm_up(batch_shapes(self.sample, batch_size or self.batch_size))
 
     def put_batch(self, ranges: Ranges, ahead: Ranges = ()) -> None:
         """Copy the samples of the next step to the devices, and start to read later ones; return at once."""
         self._feed.put(ranges, ahead)
 
+    def take(self) -> tuple[Batch, int]:
+        """Return the newest batch on the devices, and its first position in the global order."""
+        return self._feed.take()
+
+    def waited_s(self) -> float:
+        """Return how long steps have waited for samples since the last call, in seconds."""
+        return self._feed.waited_s()
+
     def step(self, clock: int) -> StepHandle:
         """Dispatch one inner step on the newest batch, at this step of the schedule; return at once."""
-        batch, position = self._feed.take()
+        batch, position = self.take()
         return self.island.step(batch, self.rate(clock), position)
 
     def wait(self, handle: StepHandle) -> Mapping[str, float]:
@@ -197,7 +205,7 @@ class BuiltInLoop:
         metrics = self.island.wait(handle)
         # The feed finishes after the step, because only then does anything wait for it.
         self._feed.finish()
-        return {**metrics, DATA_WAIT: self._feed.waited_s()}
+        return {**metrics, DATA_WAIT: self.waited_s()}
 
     def close(self) -> None:
         for feed, _ in self._feeds.values():

@@ -38,6 +38,7 @@ from diloco_jax.runtime.island.evaluation import Evaluation
 from diloco_jax.runtime.island.follower import Follower
 from diloco_jax.runtime.island.host import Host, Ranges
 from diloco_jax.runtime.island.join import Hosts, make_dialler
+from diloco_jax.runtime.island.kept_state import KeptState, StatesWithKept
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
 from diloco_jax.runtime.island.saved_states import SavedStates
@@ -86,6 +87,8 @@ class Joining(NamedTuple):
     # Signs of life of this process, or of this island's thread.
     pulse: Pulse
     hosts: Hosts | None = None  # several hosts
+    # The state that an earlier incarnation left in the memory of this process.
+    kept: KeptState | None = None
 
     def dialler(self, host: Host) -> Dialler:
         """Return the connector of this process to the syncer."""
@@ -98,7 +101,8 @@ class Joining(NamedTuple):
         folders = [str(self.run_dir / STATES / name)]
         if other := self.config.checkpoints.states:
             folders.append("/".join((other.rstrip("/"), self.config.name, name)))
-        return SavedStates(folders, *((0, 1) if self.hosts is None else (self.hosts.host, self.hosts.count)))
+        on_disk = SavedStates(folders, *((0, 1) if self.hosts is None else (self.hosts.host, self.hosts.count)))
+        return on_disk if self.kept is None else StatesWithKept(on_disk, self.kept)
 
     def host(
         self,

@@ -42,6 +42,8 @@ SILENT_MAX_S = 300.0
 STOP_TIMEOUT_S = 120.0
 LEARNER_STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
+# Between the name of an island and the number of its slice.
+SLICE = ".slice-"
 
 
 class RunFailed(Exception):
@@ -82,6 +84,8 @@ class LocalRun:
         self._islands: dict[str, Child] = {}
         self._syncer: Child | None = None
         self._compilers: list[Process] = []
+        # The addresses of the slices of each island.
+        self._slices: dict[str, str] = {}
         self._config_path = str(run_dir / CONFIG_FILE)
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
         self._spares = Spares(run_dir, self._start_spare)
@@ -107,7 +111,8 @@ class LocalRun:
                 self._await_compilers()
                 single = self._config.islands.controller == "single"
                 # Elsewhere these are the islands that the run asks for; it starts with those that get a machine.
-                for name in ((CONTROLLER,) if single else self._config.islands.names) if address else ():
+                names = (CONTROLLER,) if single else processes_of(self._config.islands)
+                for name in names if address else ():
                     self._islands[name] = self._start_island(name, address)
             self._watch()
         finally:
@@ -135,6 +140,8 @@ class LocalRun:
     def _start_island(self, name: str, address: str) -> Child:
         if name == CONTROLLER:
             return Child(name, [self._start(name, [CONTROLLER, self._config_path, "--syncer", address])])
+        if self._config.islands.slices > 1:
+            return Child(name, [self._start(name, self._slice_words(name, address))])
         incarnation, hosts = str(next_incarnation(self._run_dir, name)), self._config.island(name).hosts
         if self._machines is not None:
             return Child(name, self._machines.start(name, address, incarnation))
@@ -159,6 +166,14 @@ class LocalRun:
         words += ["--coordinator", coordinator]
         return Child(name, [self._start(name, [*words, "--host", str(host)], host) for host in range(hosts)])
 
+    def _slice_words(self, name: str, address: str) -> list[str]:
+        """Return the command of one slice; the slices of an island keep their addresses for the whole run."""
+        island, number = split_slice(name)
+        if island not in self._slices:
+            self._slices[island] = ",".join(free_address() for _ in range(self._config.islands.slices))
+        words = ["learner", self._config_path, "--island", island, "--syncer", address]
+        return [*words, "--slice", str(number), "--slices", self._slices[island]]
+
     def _start_spare(self, name: str) -> Process:
         return self._start(name, ["learner", self._config_path, "--island", name, "--standby"])
 
@@ -166,7 +181,7 @@ class LocalRun:
         self, name: str, arguments: list[str], host: int = 0, variables: Mapping[str, str] = MappingProxyType({})
     ) -> Process:
         """Start a process of this program, or of islands.command if `arguments` is empty, with further `variables`."""
-        environment = {**child_environment(self._config, name, self._machine, host), **variables}
+        environment = {**child_environment(self._config, split_slice(name)[0], self._machine, host), **variables}
         title = f"{name}.standby" if "--standby" in arguments else f"{name}.host-{host}" if host else name
         process = self._start_process(title, arguments, environment)
         shares_cores = self._machine.emulates and hasattr(os, "sched_setaffinity")
@@ -296,7 +311,7 @@ class LocalRun:
             (self._run_dir / HEALTH / f"{child.name}.ready").unlink(missing_ok=True)
         joined, state = self._joined(child.name), last_state(self._run_dir)
         own_program = bool(self._config.islands.command)
-        banned, unloadable = is_banned(self._run_dir, child.name), child.unloadable
+        banned, unloadable = is_banned(self._run_dir, split_slice(child.name)[0]), child.unloadable
         rule = rule_of(IslandEnd(code, state, own_program, joined, unloadable, banned))
         if rule.then == "restart":
             self._restart_island(child)
@@ -333,12 +348,12 @@ class LocalRun:
         tell_restart(self._run_dir, child.name, words)
 
     def _joined(self, name: str) -> bool:
-        return any((self._run_dir / TAPES).glob(f"{name}.*.jsonl"))
+        return any((self._run_dir / TAPES).glob(f"{split_slice(name)[0]}.*.jsonl"))
 
     def _give_up_without_quorum(self) -> None:
         """End a run that can never merge again. Drained islands do not count, since the user may restart them."""
         failed = [child for child in self._islands.values() if child.failed]
-        left = sum(not (child.failed or child.left) for child in self._islands.values())
+        left = len({split_slice(name)[0] for name, child in self._islands.items() if not (child.failed or child.left)})
         quorum = self._config.protocol.quorum
         if failed and left < quorum and not complete(self._run_dir):
             words = "; ".join(child.describe_exit() for child in failed)
@@ -366,6 +381,19 @@ class LocalRun:
             patience_s = STOP_TIMEOUT_S if child is self._syncer else 0.1
             child.wait(max(patience_s, ends_s - time.monotonic()))
         forget_phases(self._run_dir)
+
+
+def processes_of(islands: IslandsConfig) -> list[str]:
+    """Return the names of the processes of all islands; each slice of an island is one, and restarts alone."""
+    if islands.slices == 1:
+        return list(islands.names)
+    return [f"{name}{SLICE}{number}" for name in islands.names for number in range(islands.slices)]
+
+
+def split_slice(name: str) -> tuple[str, int]:
+    """Return the island of a process, and the number of its slice."""
+    island, _, number = name.partition(SLICE)
+    return island, int(number or 0)
 
 
 def _read(path: Path) -> str:

@@ -1,0 +1,50 @@
+"""The division of an inner step over the slices of an island: its parts, who computes them, and who adds what.
+
+Nothing here changes the result of a step: parts are added in their order, whoever computed them.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+Range = tuple[int, int]
+Ranges = tuple[Range, ...]
+
+
+def parts_of(ranges: Sequence[Range], size: int) -> tuple[Ranges, ...]:
+    """Cut the samples of a step into parts of `size` samples, in order; ValueError if that leaves a rest."""
+    parts, part, missing = [], list[Range](), size
+    for start, stop in ranges:
+        while start < stop:
+            end = min(stop, start + missing)
+            part.append((start, end))
+            missing -= end - start
+            start = end
+            if not missing:
+                parts.append(tuple(part))
+                part, missing = [], size
+    if part:
+        raise ValueError(f"a step of {sum(b - a for a, b in ranges)} samples cannot be cut into parts of {size}")
+    return tuple(parts)
+
+
+def owners_of(count: int, members: Sequence[int], had: Mapping[int, Collection[int]] = {}) -> tuple[int, ...]:  # noqa: B006
+    """Return the member that computes each of `count` parts; members differ by at most one part where `had` allows it.
+
+    Args:
+        members: slices, in ascending order.
+        had: parts that a member has computed in an earlier attempt, by slice; it keeps them.
+    """
+    owners: dict[int, int] = {}
+    for member in members:
+        for part in had.get(member, ()):
+            owners.setdefault(part, member)
+    loads = {member: sum(owner == member for owner in owners.values()) for member in members}
+    for part in range(count):
+        if part not in owners:
+            owners[part] = least = min(members, key=lambda member: (loads[member], member))
+            loads[least] += 1
+    return tuple(owners[part] for part in range(count))
+
+
+def bounds(size: int, count: int) -> list[Range]:
+    """Return the start and stop of each of `count` chunks of a gradient of `size` numbers."""
+    return [(size * number // count, size * (number + 1) // count) for number in range(count)]

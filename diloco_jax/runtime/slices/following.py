@@ -1,0 +1,221 @@
+"""A slice that follows: it obeys its leader, and with the others finds a new one when the leader is lost."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from diloco_jax.runtime.island.threads import start_thread
+from diloco_jax.runtime.records.pulse import Pulse
+from diloco_jax.runtime.slices.member import Member, Standing
+from diloco_jax.runtime.slices.messages import (
+    CHANGES,
+    Begin,
+    Caught,
+    Chunk,
+    Commit,
+    End,
+    Follow,
+    Give,
+    Held,
+    Lead,
+    Mean,
+    Stand,
+    StatePart,
+    Turn,
+)
+from diloco_jax.runtime.slices.state import ReceivedCopy
+
+POLL_S = 0.1
+# A leader says that it leads twice per second.
+BEAT_S = 0.5
+# A slice that starts waits so long for a leader, and the first leader for the other slices.
+START_S = 10.0
+# Slices tell each other their states within this time, and the best one leads within as long.
+VOTE_S = 1.0
+# Messages of a leader that wait for a state, or for a gradient. A slice that falls so far behind starts again.
+BACKLOG_MAX = 256
+# Terms of different slices differ.
+TERMS = 64
+
+log = logging.getLogger(__name__)
+
+
+class Chosen(NamedTuple):
+    """The outcome of an election."""
+
+    leader: int
+    term: int
+    # The leader's state when it began.
+    base: Standing
+
+
+Ended = Literal["lost", "stopped", "over"]
+
+
+class Follower:
+    """One slice between two times of leading; for the thread that steps.
+
+    Args:
+        least: slices that must be connected, with this one, before one leads.
+        patience_s: a leader that is silent for so long is lost.
+        stopped: tells whether this process shall end.
+    """
+
+    def __init__(
+        self, member: Member, slices: int, least: int, patience_s: float, stopped: Callable[[], bool], pulse: Pulse
+    ) -> None:
+        self._member = member
+        self._links = member.links
+        self._slices, self._least, self._patience_s = slices, least, patience_s
+        self._stopped = stopped
+        self._pulse = pulse
+        self._first = True
+        # What the leader sent at its end.
+        self.status = 0
+
+    def elect(self) -> Chosen | None:
+        """Return who leads: another slice that says so, or this one if it has the best state; None if stopped."""
+        member, links, began_s = self._member, self._links, time.monotonic()
+        states: dict[int, Standing] = {}
+        told: dict[int, int] = {}
+        awaited_s = began_s + (START_S if self._first else VOTE_S)
+        refused: set[int] = set()
+        member.abandon()
+        while not self._stopped():
+            self._pulse.beat()
+            now_s, connected = time.monotonic(), links.connected
+            for slice_, session in connected.items():
+                if told.get(slice_) != session:
+                    told[slice_] = session
+                    links.send(slice_, Stand(*member.standing))
+            states = {slice_: state for slice_, state in states.items() if slice_ in connected}
+            everybody = len(connected) + 1 == self._slices and states.keys() == connected.keys()
+            if len(connected) + 1 >= self._least and (everybody or now_s > awaited_s):
+                candidates = {**states, member.own: member.standing}
+                best = max(candidates.keys() - refused, key=lambda each: (candidates[each], -each))
+                if best == member.own:
+                    term = (max(state.term for state in candidates.values()) // TERMS + 1) * TERMS + member.own
+                    self._first = False
+                    return Chosen(member.own, term, member.standing)
+                if now_s > awaited_s + VOTE_S:
+                    refused.add(best)
+                    awaited_s = now_s
+            item = links.receive(POLL_S)
+            # Messages of a connection that ended may still wait here.
+            if item is None or links.connected.get(item.slice) != item.session:
+                continue
+            if isinstance(item.message, Stand):
+                states[item.slice] = Standing(*item.message)
+            elif isinstance(item.message, Lead) and item.message.term >= member.standing.term:
+                self._first = False
+                return Chosen(item.slice, item.message.term, Standing(*item.message[1:]))
+        return None
+
+    def follow(self, chosen: Chosen) -> Ended:
+        """Obey a leader until it is lost, or ends the island, or this process shall end."""
+        member, links, leader = self._member, self._links, chosen.leader
+        has_state = member.standing == chosen.base
+        if has_state:
+            member.begin_term(chosen.term)
+        log.info(f"slice {member.own} follows slice {leader}" + ("" if has_state else ", which sends its state first"))
+        session = links.connected.get(leader)
+        if session is None or not links.send(leader, Follow(chosen.term, has_state)):
+            return "lost"
+        obedience = _Obedience(member, leader, chosen.term, has_state)
+        while not self._stopped():
+            item = links.receive(POLL_S)
+            if item is not None:
+                if item.slice == leader and item.message is None:
+                    log.warning(f"slice {leader}, which led, is lost: {item.reason}")
+                    return "lost"
+                if isinstance(item.message, Lead) and item.message.term > chosen.term:
+                    log.info(f"slice {item.slice} leads in a newer term")
+                    return "lost"
+                if isinstance(item.message, Stand):
+                    # It looks for a leader, which answers it.
+                    continue
+                if (problem := obedience.take(item.slice, item.message, item.payload)) is not None:
+                    links.drop(item.slice, problem)
+            if (outcome := obedience.advance()) is not None:
+                self.status = obedience.status
+                return outcome
+            self._pulse.beat()
+            if time.monotonic() - links.heard_s(leader) > self._patience_s:
+                links.drop(leader, f"it was silent for {self._patience_s:g} s")
+                return "lost"
+        return "stopped"
+
+
+class _Obedience:
+    """The messages of one leader, and what of them is done."""
+
+    def __init__(self, member: Member, leader: int, term: int, has_state: bool) -> None:
+        self._member, self._leader, self._term = member, leader, term
+        self._has_state = has_state
+        self._backlog: deque[tuple[Any, Any]] = deque()
+        self._receiving: ReceivedCopy | None = None
+        # The slice that sends the state.
+        self._donor = -1
+        self._told: tuple[int, int] | None = None
+        self._caught = has_state
+        self.status = 0
+
+    def take(self, sender: int, message: Any, payload: Any) -> str | None:
+        """Take a message; return why its sender cannot be used any more, None if it can."""
+        member = self._member
+        try:
+            match message:
+                case Chunk() | Mean():
+                    member.route(message, payload)
+                case StatePart() if self._receiving is not None and message.change == self._receiving.change:
+                    self._receiving.add(message, payload)
+                case Begin(term, change) if sender == self._leader and term == self._term:
+                    self._backlog.clear()
+                    member.abandon()
+                    self._has_state, self._caught = False, False
+                    self._receiving = ReceivedCopy(member.loop.island.state_layout, change)
+                case _ if sender == self._leader and isinstance(message, (*CHANGES, Turn, Give, End)):
+                    self._backlog.append((message, payload))
+                    if len(self._backlog) > BACKLOG_MAX:
+                        return f"{BACKLOG_MAX} messages wait here, and this slice cannot catch up"
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def advance(self) -> Ended | None:
+        """Do what can be done; return how the leader's time ended, None if it goes on."""
+        member, links = self._member, self._member.links
+        if self._receiving is not None and self._receiving.complete:
+            member.load(self._receiving, self._term)
+            log.info(f"slice {member.own} has the state of the others")
+            self._receiving, self._has_state = None, True
+        while self._has_state and self._backlog:
+            message, payload = self._backlog[0]
+            if isinstance(message, Commit) and (member.exchange is None or not member.exchange.complete):
+                break
+            self._backlog.popleft()
+            match message:
+                case End(status):
+                    self.status = status
+                    return "over"
+                case Give(to, change):
+                    member.give(to, change, lambda body: start_thread(body, "give", daemon=True))
+                case Turn():
+                    member.begin_turn(message)
+                case _:
+                    member.obey(message, payload)
+        self._tell_held()
+        if self._has_state and not self._caught and not self._backlog:
+            self._caught = True
+            links.send(self._leader, Caught(member.standing.change))
+        return None
+
+    def _tell_held(self) -> None:
+        exchange = self._member.exchange
+        if exchange is not None and exchange.complete:
+            at = exchange.turn.change, exchange.turn.attempt
+            if at != self._told:
+                self._told = at
+                self._member.links.send(self._leader, Held(*at))

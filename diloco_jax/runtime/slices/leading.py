@@ -1,0 +1,339 @@
+"""The slice that leads: it has the learner's machine, divides each step over the slices, and forwards every change.
+
+    run.py        loop.step(clock)      one Turn: all members compute their parts and exchange them
+                  loop.wait(handle)     until every member holds the mean gradient; then this slice applies it
+    host.py       island.adopt(...)     the same change on every slice
+
+A turn is committed on the other slices with the next message to them. By then the learner has written the step to its
+tape, so no slice is ever ahead of what the tape explains.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from diloco_jax.core.layout import whole
+from diloco_jax.protocol.learner.machine import Learner
+from diloco_jax.runtime.island.host import DATA_WAIT, Ranges
+from diloco_jax.runtime.island.saved_states import Leaves, StateName
+from diloco_jax.runtime.island.threads import start_thread
+from diloco_jax.runtime.slices.division import owners_of, parts_of
+from diloco_jax.runtime.slices.following import BEAT_S, POLL_S, VOTE_S, Chosen
+from diloco_jax.runtime.slices.member import Member
+from diloco_jax.runtime.slices.messages import (
+    Adopt,
+    Begin,
+    Caught,
+    Chunk,
+    Commit,
+    End,
+    Follow,
+    Give,
+    Held,
+    Lead,
+    Mean,
+    Overwrite,
+    Restore,
+    Stand,
+    Turn,
+)
+
+# Turns whose duration is remembered, and so many times the usual one a turn may take beside islands.straggler_s.
+TURNS_KEPT, USUAL_TIMES = 32, 2.0
+# The first turn of a leader has no usual duration.
+FIRST_S = 60.0
+
+log = logging.getLogger(__name__)
+
+
+class SliceLost(Exception):
+    """This slice cannot lead any more: another one leads, too few are left, or the process shall end."""
+
+
+class Leadership:
+    """The other slices, as the leader sees them; for the thread that steps, except the beat.
+
+    Args:
+        least: slices that must be there, this one included.
+        straggler_s: beyond the usual duration of a turn, the others wait so long for a slice.
+        leaving: tells whether this process shall end, so that another slice must lead.
+    """
+
+    def __init__(
+        self, member: Member, chosen: Chosen, least: int, straggler_s: float, leaving: Callable[[], bool]
+    ) -> None:
+        self.member = member
+        self._links = member.links
+        self._least, self._straggler_s, self._leaving = least, straggler_s, leaving
+        self.term = chosen.term
+        self._lead = Lead(chosen.term, *chosen.base)
+        # The slices with the present state, and those that get it, with the slice that sends it.
+        self.members: set[int] = set()
+        self._joining: dict[int, int] = {}
+        self._waiting: set[int] = set()
+        # Members that hold the mean gradient of the present attempt.
+        self._held: set[int] = set()
+        self._committed = True
+        self._took_s: list[float] = []
+        self._closed = threading.Event()
+        member.begin_term(chosen.term)
+        self._base = member.standing
+        self._tell()
+        start_thread(self._beat, "lead", daemon=True)
+
+    def gather(self) -> None:
+        """Wait for the slices that have this state, before anything changes it; for at most VOTE_S."""
+        until_s = time.monotonic() + VOTE_S
+        while time.monotonic() < until_s and self.members | self._waiting < self._links.connected.keys():
+            self._pump(POLL_S)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            self._tell()
+
+    def _tell(self) -> None:
+        for slice_ in self._links.connected:
+            self._links.send(slice_, self._lead)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def end(self, status: int) -> None:
+        """End the other slices with this exit status."""
+        self._send_all(End(status))
+
+    @property
+    def count(self) -> int:
+        """Return the slices that compute parts now."""
+        return 1 + len(self.members)
+
+    def change(self, message: Callable[[int], Any], values: np.ndarray | None = None) -> None:
+        """Forward a change, made of its number, to all slices; this slice makes it itself."""
+        self._commit()
+        member = self.member
+        member.standing = member.standing._replace(change=member.standing.change + 1)
+        payload = memoryview(b"") if values is None else np.ascontiguousarray(values).view(np.uint8).data
+        self._send_all(message(member.standing.change), payload)
+
+    def renew(self) -> None:
+        """Let every slice get this one's state again, because it loaded one that they do not have."""
+        member = self.member
+        self._commit()
+        member.standing = member.standing._replace(change=member.standing.change + 1)
+        self._waiting |= self.members | self._joining.keys()
+        self.members.clear()
+        self._joining.clear()
+
+    def _commit(self) -> None:
+        if not self._committed:
+            self._committed = True
+            self._send_all(Commit(self.member.standing.change))
+
+    def _send_all(self, message: Any, payload: memoryview | bytes = b"") -> None:
+        for slice_ in sorted(self.members | self._joining.keys()):
+            self._links.send(slice_, message, payload)
+
+    def make(self, rate: float, parts: Sequence[Ranges], name: str) -> dict[str, float]:
+        """Make one step with all members, and return its metrics; `SliceLost` if this slice cannot go on leading."""
+        self._commit()
+        while self._pump(0.0):
+            pass
+        self._admit()
+        began_s = time.monotonic()
+        member, attempt, had = self.member, 0, dict[int, set[int]]()
+        while True:
+            turn = self._turn(attempt, rate, parts, name, had)
+            self._held = set()
+            self._send_all(turn)
+            member.begin_turn(turn)
+            lost = self._gather(turn)
+            if not lost:
+                break
+            had = {}
+            for part, owner in enumerate(turn.owners):
+                if owner not in lost:
+                    had.setdefault(owner, set()).add(part)
+            attempt += 1
+        self._took_s = [*self._took_s[-TURNS_KEPT:], time.monotonic() - began_s]
+        metrics = member.apply(turn.change)
+        self._committed = False
+        return metrics
+
+    def _turn(
+        self, attempt: int, rate: float, parts: Sequence[Ranges], name: str, had: Mapping[int, set[int]]
+    ) -> Turn:
+        members = sorted({self.member.own, *self.members})
+        owners = owners_of(len(parts), members, had)
+        told = tuple(tuple((int(start), int(stop)) for start, stop in part) for part in parts)
+        change = self.member.standing.change + 1
+        return Turn(change, attempt, rate, told, owners, tuple(members), tuple(sorted(self._joining)), name)
+
+    def _gather(self, turn: Turn) -> set[int]:
+        """Wait until every member holds the mean gradient; return the members that were lost instead."""
+        exchange, began_s = self.member.exchange, time.monotonic()
+        assert exchange is not None
+        usual_s = USUAL_TIMES * median(self._took_s) if self._took_s else FIRST_S
+        others = set(turn.members) - {self.member.own}
+        while not exchange.complete or (others & self.members) - self._held:
+            if lost := others - self.members:
+                return lost
+            self._pump(POLL_S)
+            now_s, late = time.monotonic(), (others - self._held) | (exchange.lacks & others)
+            for slice_ in late & self.members:
+                silent_s = now_s - self._links.heard_s(slice_)
+                if silent_s > self._straggler_s:
+                    self._lose(slice_, f"it was silent for {silent_s:.1f} s (islands.straggler_s)")
+                elif now_s - began_s > usual_s + self._straggler_s and slice_ in exchange.lacks:
+                    self._lose(slice_, f"its parts are {now_s - began_s - usual_s:.1f} s late (islands.straggler_s)")
+        return others - self.members
+
+    def _lose(self, slice_: int, reason: str) -> None:
+        self._links.drop(slice_, reason)
+        self._forget(slice_, reason)
+
+    def _forget(self, slice_: int, reason: str) -> None:
+        self._waiting.discard(slice_)
+        self._joining.pop(slice_, None)
+        for receiver in [each for each, donor in self._joining.items() if donor == slice_]:
+            del self._joining[receiver]
+            self._waiting.add(receiver)
+        if slice_ in self.members:
+            self.members.discard(slice_)
+            log.warning(f"slice {slice_} is lost ({reason}); {self.count} train on")
+            self._check_count()
+
+    def _check_count(self) -> None:
+        if self.count < self._least:
+            raise SliceLost(f"{self.count} slices are left, fewer than islands.slices_least = {self._least}")
+
+    def _pump(self, timeout_s: float) -> bool:
+        """Take one message; return False if there was none."""
+        if self._leaving():
+            raise SliceLost("this slice was asked to end, and another one leads on")
+        item = self._links.receive(timeout_s)
+        if item is None:
+            return False
+        slice_, message = item.slice, item.message
+        if message is None:
+            self._forget(slice_, item.reason)
+        if self._links.connected.get(slice_) != item.session:
+            return True
+        match message:
+            case Chunk() | Mean():
+                try:
+                    self.member.route(message, item.payload)
+                except ValueError as error:
+                    self._lose(slice_, str(error))
+            case Held(change, attempt):
+                exchange = self.member.exchange
+                if exchange is not None and (change, attempt) == (exchange.turn.change, exchange.turn.attempt):
+                    self._held.add(slice_)
+            case Follow(term, has_state) if term == self.term:
+                if has_state and self.member.standing == self._base:
+                    self.members.add(slice_)
+                    log.info(f"slice {slice_} follows; {self.count} train")
+                else:
+                    self._waiting.add(slice_)
+            case Caught() if slice_ in self._joining:
+                del self._joining[slice_]
+                self.members.add(slice_)
+                log.info(f"slice {slice_} is back with the state; {self.count} train")
+            case Stand():
+                self._links.send(slice_, self._lead)
+            case Lead(term) if term > self.term:
+                raise SliceLost(f"slice {slice_} leads in a newer term")
+        return True
+
+    def _admit(self) -> None:
+        """Let slices that wait get the present state from a member, while all others step on."""
+        member = self.member
+        for slice_ in sorted(self._waiting):
+            self._waiting.discard(slice_)
+            donor = max(self.members, default=member.own)
+            change = member.standing.change
+            self._links.send(slice_, Begin(self.term, change))
+            self._joining[slice_] = donor
+            if donor == member.own:
+                member.give(slice_, change, lambda body: start_thread(body, "give", daemon=True))
+            else:
+                self._links.send(donor, Give(slice_, change))
+
+
+class SlicedLoop:
+    """The steps of an island of several slices, as those of `BuiltInLoop`; for one thread at a time."""
+
+    # The learner's machine, which is made after this.
+    machine: Learner
+
+    def __init__(self, leadership: Leadership) -> None:
+        self.leadership = leadership
+        self._member = member = leadership.member
+        loop = member.loop
+        self.island, self.evaluate, self.rate = ForwardingIsland(leadership), loop.evaluate, loop.rate
+        self.corpus, self.epoch_samples, self.tokenizer = loop.corpus, loop.epoch_samples, loop.tokenizer
+        self.batch_size, self.prefetch = loop.batch_size, loop.prefetch
+        self._next: Ranges = ()
+
+    def warm_up(self) -> None:
+        self._member.warm_up()
+
+    def put_batch(self, ranges: Ranges, ahead: Ranges = ()) -> None:
+        """Set the samples of the next step."""
+        self._next = ranges
+
+    def step(self, clock: int) -> tuple[float, Sequence[Ranges]]:
+        """Return what `wait` makes: the rate of this step of the schedule, and the parts."""
+        return self.rate(clock), parts_of(self._next, self._member.size)
+
+    def wait(self, handle: tuple[float, Sequence[Ranges]]) -> Mapping[str, float]:
+        """Make the step with the other slices; return its metrics."""
+        machine = self.machine
+        counters = machine.incarnation, machine.local_step, machine.global_step
+        name = StateName(*counters, tuple(machine.digests), machine.run)
+        metrics = self.leadership.make(*handle, name.to_text())
+        return {**metrics, DATA_WAIT: self._member.loop.waited_s(), "slices": self.leadership.count}
+
+    def close(self) -> None:
+        """Leave the model and the data open, because this slice may follow, or lead again."""
+
+
+class ForwardingIsland:
+    """The exchanged state of the leader's slice, whose changes from outside are made on every slice."""
+
+    def __init__(self, leadership: Leadership) -> None:
+        self._leadership = leadership
+        self._island = leadership.member.loop.island
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._island, name)
+
+    def place(self, fragment: Any, values: Any) -> None:
+        """Place nothing: the other slices need the values in CPU memory."""
+
+    def adopt(self, fragment: Any, values: Any, *, mode: Any = "overwrite", alpha: float = 0.0, sent: Any = None) -> None:
+        flat = whole(fragment).flat(values)
+        self._leadership.change(lambda change: Adopt(change, fragment.fragment_id, mode, alpha), flat)
+        self._island.adopt(fragment, values, mode=mode, alpha=alpha, sent=sent)
+
+    def overwrite(self, fragment: Any, values: Any) -> None:
+        flat = whole(fragment).flat(values)
+        self._leadership.change(lambda change: Overwrite(change, fragment.fragment_id), flat)
+        self._island.overwrite(fragment, values)
+
+    def load_shards(self, leaves: Leaves) -> None:
+        """Load a state; the other slices have a copy of the one in memory, and get one from disk from this slice."""
+        if leaves is self._leadership.member.copy:
+            self._leadership.change(Restore)
+            self._island.load_shards(leaves)
+        else:
+            self._island.load_shards(leaves)
+            self._leadership.renew()
+
+    def load_moments(self, leaf: Callable[[str], Any]) -> None:
+        self._island.load_moments(leaf)
+        self._leadership.renew()

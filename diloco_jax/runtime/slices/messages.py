@@ -1,0 +1,147 @@
+"""The messages between the slices of one island.
+
+One slice leads. Its messages of the kinds in CHANGES change the state of all slices that obey them, in the order of
+their numbers; a slice that obeyed number n has the same state, bit for bit, as every other one that did.
+"""
+
+from typing import NamedTuple, TypeAlias, get_args
+
+
+class Lead(NamedTuple):
+    """Notice, twice per second, that the sender leads in this term, from the state `base`."""
+
+    term: int
+    # The term and the last change of the state from which the leader began.
+    base_term: int
+    base_change: int
+
+
+class Stand(NamedTuple):
+    """Notice, while nobody leads, of the state that the sender has: the last change, and the term of its leader."""
+
+    term: int
+    change: int
+
+
+class Follow(NamedTuple):
+    """Answer to Lead: the sender obeys from now on; without the leader's state it needs a copy."""
+
+    term: int
+    has_state: bool
+
+
+class Begin(NamedTuple):
+    """Notice that the sender's changes after this one follow, while a member sends the state after this one."""
+
+    term: int
+    change: int
+
+
+class Give(NamedTuple):
+    """Request to send a copy of the present state to another slice."""
+
+    to: int
+    change: int
+
+
+class StatePart(NamedTuple):
+    """One part of a state, in order; `total` is the size of the whole in bytes."""
+
+    change: int
+    start: int
+    total: int
+
+
+class Caught(NamedTuple):
+    """Notice that the sender has obeyed everything that it got, so it can compute parts again."""
+
+    change: int
+
+
+class Turn(NamedTuple):
+    """Request to make one inner step together.
+
+    A turn whose members change is repeated with the next attempt, from the same state and with the same parts.
+    """
+
+    # The number of the change that its commit makes.
+    change: int
+    attempt: int
+    # Learning rate of the step.
+    rate: float
+    # The sample ranges of each part, [[start, stop], ...].
+    parts: tuple[tuple[tuple[int, int], ...], ...]
+    # The slice that computes each part.
+    owners: tuple[int, ...]
+    # The slices that add chunks, in ascending order, and those that only take the result.
+    members: tuple[int, ...]
+    listeners: tuple[int, ...]
+    # The name of the learner's state before the step, as JSON (runtime/island/saved_states.py).
+    name: str
+
+
+class Chunk(NamedTuple):
+    """One member's chunk of the gradient of one part, with the part's metrics."""
+
+    change: int
+    attempt: int
+    part: int
+    metrics: dict[str, float]
+    weight: float
+
+
+class Mean(NamedTuple):
+    """One chunk of the mean gradient, from the member that added it."""
+
+    change: int
+    attempt: int
+    index: int
+
+
+class Held(NamedTuple):
+    """Notice to the leader that the sender holds the whole mean gradient of a turn."""
+
+    change: int
+    attempt: int
+
+
+class Commit(NamedTuple):
+    """Request to apply the mean gradient of a turn."""
+
+    change: int
+
+
+class Adopt(NamedTuple):
+    """Request to adopt a global value of a fragment; its payload has the float32 numbers."""
+
+    change: int
+    fragment_id: int
+    mode: str
+    alpha: float
+
+
+class Overwrite(NamedTuple):
+    """Request to replace a fragment of the parameters; its payload has the float32 numbers."""
+
+    change: int
+    fragment_id: int
+
+
+class Restore(NamedTuple):
+    """Request to go back to the copy of the state that each slice made when the present leader began."""
+
+    change: int
+
+
+class End(NamedTuple):
+    """Last message of a leader: every slice ends with this exit status."""
+
+    status: int
+
+
+Change: TypeAlias = Commit | Adopt | Overwrite | Restore
+CHANGES: tuple[type, ...] = get_args(Change)
+Message: TypeAlias = (
+    Lead | Stand | Follow | Begin | Give | StatePart | Caught | Turn | Chunk | Mean | Held | Change | End
+)
+MESSAGES: tuple[type, ...] = get_args(Message)

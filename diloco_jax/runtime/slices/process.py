@@ -1,0 +1,140 @@
+"""The process of one slice: it follows, or leads, until the run or its own time is over."""
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+from diloco_jax.protocol.messages import RUN_COMPLETE
+from diloco_jax.runtime.island.built_in import BuiltInLoop
+from diloco_jax.runtime.island.kept_state import KeptState
+from diloco_jax.runtime.island.threads import start_thread
+from diloco_jax.runtime.learner.joined import Joining, island_pulse
+from diloco_jax.runtime.learner.run import LearnerRun
+from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT, RefusedForGood
+from diloco_jax.runtime.slices.following import Chosen, Follower
+from diloco_jax.runtime.slices.leading import Leadership, SlicedLoop, SliceLost
+from diloco_jax.runtime.slices.member import Member
+from diloco_jax.runtime.slices.messages import MESSAGES
+from diloco_jax.settings.resolved import resolve
+from diloco_jax.settings.run import RunConfig
+from diloco_jax.transport.slices.links import SliceLinks
+
+# A leader that was asked to end and is not making a step says goodbye to the syncer after so long.
+HAND_OVER_S = 3.0
+
+log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """This process's place in its island."""
+
+    own: int
+    # Where each slice listens for the others.
+    addresses: tuple[str, ...]
+
+
+class SliceProcess:
+    """One slice from the start of its process to the end.
+
+    Args:
+        config: the run's, not resolved.
+        learner_id: name of the island.
+        address: of the syncer.
+        incarnation: returns the number of the learner's next incarnation.
+        stop: is set when this process shall end.
+
+    Raises:
+        ValueError: the model cannot be divided over slices, or the connections are refused by a setting.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        learner_id: str,
+        place: Place,
+        address: str,
+        run_dir: Path,
+        incarnation: Callable[[], int],
+        stop: threading.Event,
+    ) -> None:
+        self._config, self._learner_id, self._place = config, learner_id, place
+        self._address, self._run_dir, self._incarnation, self._stop = address, run_dir, incarnation, stop
+        loop = BuiltInLoop(config, learner_id)
+        self._run = run = resolve(config, loop.island.shapes, loop.island.kinds)
+        links = SliceLinks(config.transport, config.name, learner_id, place.own, place.addresses, MESSAGES)
+        size = loop.batch_size // len(place.addresses)
+        self._member = Member(place.own, run, loop, size, links)
+
+    def run(self) -> int:
+        """Train until the run ends, or this process shall; return the exit status."""
+        islands, member = self._config.islands, self._member
+        try:
+            with closing(island_pulse(self._config, self._run_dir, self._learner_id, 1 + self._place.own)) as pulse:
+                pulse.phase("compiling")
+                member.warm_up()
+                member.loop.island.warm_up_exchange(self._run.fragments)
+                follower = Follower(
+                    member,
+                    len(self._place.addresses),
+                    islands.slices_least,
+                    islands.straggler_s,
+                    self._stop.is_set,
+                    pulse,
+                )
+                while (chosen := follower.elect()) is not None:
+                    if chosen.leader == self._place.own:
+                        pulse.rest()
+                        return self._lead(chosen)
+                    ended = follower.follow(chosen)
+                    if ended == "over":
+                        return follower.status
+                return INTERRUPTED
+        finally:
+            member.links.close(1.0)
+            member.loop.close()
+
+    def _lead(self, chosen: Chosen) -> int:
+        """Be the island's learner with the other slices; return the exit status."""
+        islands, ended = self._config.islands, threading.Event()
+        log.info(f"slice {self._place.own} leads {self._learner_id} in term {chosen.term}")
+        leadership = Leadership(
+            self._member, chosen, islands.slices_least, islands.straggler_s, self._stop.is_set
+        )
+        hurry = threading.Event()
+        start_thread(lambda: self._hurry(hurry, ended), "hurry", daemon=True)
+        try:
+            leadership.gather()
+            with closing(island_pulse(self._config, self._run_dir, self._learner_id)) as pulse:
+                incarnation, member = self._incarnation(), self._member
+                kept = None if member.copy is None or member.name is None else KeptState(member.name, member.copy)
+                joining = Joining(
+                    self._config, self._learner_id, incarnation, self._address, self._run_dir, pulse, None, kept
+                )
+                loop = SlicedLoop(leadership)
+                run = LearnerRun(joining, hurry, make_loop=lambda *_: loop)  # type: ignore[arg-type,return-value]
+                loop.machine = run.joined.machine
+                reason = run.run()
+        except SliceLost as error:
+            log.warning(f"slice {self._place.own} leads no more: {error}")
+            return INTERRUPTED if self._stop.is_set() else FAILED
+        except RefusedForGood:
+            leadership.end(WRONG_INPUT)
+            raise
+        finally:
+            ended.set()
+            leadership.close()
+        complete = reason == RUN_COMPLETE
+        leadership.end(0 if complete else INTERRUPTED)
+        log.info(f"{self._learner_id}: {reason}")
+        return 0 if complete else INTERRUPTED
+
+    def _hurry(self, hurry: threading.Event, ended: threading.Event) -> None:
+        while not ended.is_set():
+            if self._stop.wait(0.5):
+                if not ended.wait(HAND_OVER_S):
+                    hurry.set()
+                return
+

@@ -1,0 +1,76 @@
+"""Whole states of a slice in CPU memory: the copy that a new leader goes back to, and the one that a slice returns with.
+
+A state has no file and no checkpoint: it goes from the devices to memory, and from there to the devices of this slice,
+or in parts to those of another one.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from diloco_jax.core.codec import as_bytes
+from diloco_jax.runtime.island.saved_states import Leaves
+from diloco_jax.runtime.slices.messages import StatePart
+from diloco_jax.training.exchanged import ExchangedState
+from diloco_jax.training.whole_state.layout import StateLayout
+from diloco_jax.training.whole_state.staging import PartialLeaf, StagedState
+
+# A part is small beside a step's gradient, so that it delays no step.
+PART_BYTES = 1 << 22
+
+
+def copy_of(island: ExchangedState) -> Leaves:
+    """Return a copy of the whole state in CPU memory; wait for it."""
+    staged, leaves = island.stage_shards(), Leaves()
+    for shard, copy in zip(staged.shards, staged.copies, strict=True):
+        leaf = leaves.setdefault(shard.name, PartialLeaf(shard.dtype, shard.shape))
+        leaf.add(shard.spans, np.asarray(copy))
+    return leaves
+
+
+def parts_of_state(staged: StagedState, change: int) -> Iterator[tuple[StatePart, memoryview]]:
+    """Yield a copied state in parts, leaf by leaf in the order of its layout; any thread."""
+    start, total = 0, sum(leaf.num_bytes for leaf in staged.layout.leaves)
+    for leaf in staged.layout.leaves:
+        content = memoryview(as_bytes(np.ascontiguousarray(staged.leaf(leaf.name))))
+        for at in range(0, len(content), PART_BYTES):
+            piece = content[at : at + PART_BYTES]
+            yield StatePart(change, start + at, total), piece
+        start += len(content)
+
+
+class ReceivedCopy:
+    """The parts of another slice's state as they arrive; ValueError for a part that cannot belong to it."""
+
+    def __init__(self, layout: StateLayout, change: int) -> None:
+        self.change = change
+        self._layout = layout
+        self._buffer = np.empty(sum(leaf.num_bytes for leaf in layout.leaves), np.uint8)
+        self._filled = 0
+
+    @property
+    def complete(self) -> bool:
+        return self._filled == self._buffer.size
+
+    def add(self, part: StatePart, payload: Any) -> None:
+        """Take the next part."""
+        content = np.frombuffer(payload, np.uint8)
+        if (part.total, part.start) != (self._buffer.size, self._filled) or part.start + content.size > part.total:
+            raise ValueError(
+                f"a part of a state begins at byte {part.start} of {part.total}, expected {self._filled} of "
+                f"{self._buffer.size}: do all slices have the same config?"
+            )
+        self._buffer[part.start : part.start + content.size] = content
+        self._filled += content.size
+
+    def leaves(self) -> Leaves:
+        """Return the leaves of a complete state, as views of what arrived."""
+        leaves, start = Leaves(), 0
+        for leaf in self._layout.leaves:
+            whole = PartialLeaf(leaf.dtype, leaf.shape)
+            array = np.ndarray(leaf.shape, np.dtype(leaf.dtype), self._buffer.data, start)
+            whole.add(tuple((0, extent) for extent in leaf.shape), array)
+            leaves[leaf.name] = whole
+            start += leaf.num_bytes
+        return leaves
