@@ -111,6 +111,10 @@ class IslandsConfig:
     hosts: int = 1
     """Processes of an island that run one SPMD program together. A topology determines this number. If one process
     fails, the island restarts as a whole. Set it for an island of several GPU machines."""
+    slices: int = 1
+    slices_least: int = 1
+    slices_batch: Literal["keep", "shrink"] = "keep"
+    straggler_s: float = 3.0
     topology: str = ""
     """TPU slice of an island, such as v5p:4x4x8 or v6e:16x16; for preflight and launch. It needs islands.devices auto.
     Set it to compile for TPU slices with diloco preflight, or to create them with diloco launch."""

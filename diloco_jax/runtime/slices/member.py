@@ -124,7 +124,7 @@ class Member:
                 raise ValueError(f"a chunk has {len(payload)} bytes, which are no float32 numbers")
             numbers = np.frombuffer(payload, np.float32)
             if isinstance(message, Mean):
-                exchange.on_mean(message.index, numbers)
+                exchange.on_mean(message.chunk, numbers)
             else:
                 self._send(exchange.on_chunk(message.part, message.metrics, message.weight, numbers))
 

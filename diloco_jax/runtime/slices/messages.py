@@ -95,7 +95,7 @@ class Mean(NamedTuple):
 
     change: int
     attempt: int
-    index: int
+    chunk: int
 
 
 class Held(NamedTuple):
