@@ -32,6 +32,8 @@ class Connection:
         self.encrypted = isinstance(stream, ssl.SSLSocket)
         # Bytes that the last `fill` has filled.
         self.arrived = 0
+        # When the last bytes arrived, on the monotonic clock.
+        self.heard_s = time.monotonic()
         self._stream = stream
         self._silence_s = silence_s
         # OpenSSL's state of a connection is for one thread at a time; a plain socket needs no turns.
@@ -90,6 +92,7 @@ class Connection:
                 if not size:
                     raise EOFError("the other side closed it")
                 self.arrived += size
+                self.heard_s = time.monotonic()
                 view = view[size:]
 
     def _wait(self, event: int, seconds: float | None = None) -> None:

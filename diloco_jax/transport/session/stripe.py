@@ -219,16 +219,10 @@ def accept_stripe(
         EOFError: It left.
     """
     until_s = time.monotonic() + greeting_s
-    names: dict[str, list[bytes]] = {}
     try:
         if context is not None:
             stream = context.wrap_socket(stream, server_side=True, do_handshake_on_connect=False)
-            stream.settimeout(greeting_s)
-            stream.do_handshake()
-            if stream.selected_alpn_protocol() != BULK_PROTOCOL:
-                raise TransportError("the caller changed its protocol")
-            names = certified_names(stream)
-        connection = Connection(stream, silence_s(config))
+        connection, names = accept_connection(stream, config, greeting_s)
         hello = bytearray(_HELLO_BYTES)
         connection.fill(memoryview(hello), until_s)
         if not hello.startswith(GREETING):
@@ -237,6 +231,24 @@ def accept_stripe(
     except BaseException:
         stream.close()
         raise
+
+
+def accept_connection(
+    stream: socket.socket, config: TransportConfig, greeting_s: float
+) -> tuple[Connection, dict[str, list[bytes]]]:
+    """Return a caller's connection, after the handshake of TLS if it has TLS, and the names in its certificate.
+
+    Raises:
+        OSError: The caller's certificate is not valid, or its handshake took more than `greeting_s` seconds.
+    """
+    names: dict[str, list[bytes]] = {}
+    if isinstance(stream, ssl.SSLSocket):
+        stream.settimeout(greeting_s)
+        stream.do_handshake()
+        if stream.selected_alpn_protocol() != BULK_PROTOCOL:
+            raise TransportError("the caller changed its protocol")
+        names = certified_names(stream)
+    return Connection(stream, silence_s(config)), names
 
 
 def refuse_stripe(connection: Connection, reason: str) -> None:
