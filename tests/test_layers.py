@@ -58,6 +58,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "session": {"", "proto", "trust", "store"},
         "bucket": {"", "proto", "store", "session"},
         "group": {"", "proto", "trust", "session"},
+        "slices": {"", "trust", "session"},
         "endpoints": {"", "proto", "trust", "store", "session", "bucket"},
     },
     "runtime": {

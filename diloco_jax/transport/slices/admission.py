@@ -30,7 +30,7 @@ DIAL_S = 5.0
 
 
 class SliceGreeting(NamedTuple):
-    """What a slice shows about itself at the start of a connection."""
+    """Identity of a slice, which it shows at the start of a connection."""
 
     run_id: str
     learner_id: str
@@ -49,7 +49,7 @@ class SliceGreeting(NamedTuple):
 
 
 class SliceRefusal(NamedTuple):
-    """Why a slice does not accept the connection of another one."""
+    """Answer of a slice that does not accept the connection of another one."""
 
     reason: str
 
@@ -113,8 +113,8 @@ class Admission:
                 self._check(theirs)
                 if theirs.dials != self.ours.slice or not self.ours.slice < theirs.slice < self.ours.slices:
                     raise Refused(
-                        f"slice {theirs.slice} dials slice {theirs.dials} at the address of slice {self.ours.slice}: give "
-                        "all slices the same addresses"
+                        f"slice {theirs.slice} dials slice {theirs.dials} at the address of slice {self.ours.slice}: "
+                        "give all slices the same addresses"
                     )
             except (Denied, Refused) as error:
                 self.refuse(connection, str(error))

@@ -36,8 +36,8 @@ class Vocabulary:
     """The messages that one side may send and receive, by name.
 
     Args:
-        messages: NamedTuple classes. Their fields are bool, int, float, str, another NamedTuple, or a tuple, a dict with
-            texts as keys, or an optional value of these.
+        messages: NamedTuple classes. Their fields are bool, int, float, str, another NamedTuple, or a tuple, a dict
+            with texts as keys, or an optional value of these.
 
     Raises:
         TypeError: A field has another type.
@@ -118,13 +118,13 @@ def _rule(hint: Any, name: str) -> Rule:
     raise TypeError(f"{name} has the type {hint}, which no frame carries: use plain values, tuples or dicts of them")
 
 
-def _plain(kind: type, name: str, value: Any) -> Any:
+def _plain(kind: Any, name: str, value: Any) -> Any:
     # JSON does not tell 1.0 from 1 in every language, but a bool is not a number.
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise WireError(f"{name} is {str(value)[:100]!r}, not {kind.__name__}")
     if type(value) is int and not INTEGER_MIN <= value <= INTEGER_MAX:
         raise WireError(f"{name} is {value}, beyond 64 bits")
-    if kind is str:
+    if type(value) is str:
         try:
             value.encode()
         except UnicodeEncodeError:
@@ -154,7 +154,7 @@ def payload_view(payload: bytes | bytearray | memoryview | np.ndarray) -> memory
         if not payload.flags.c_contiguous:
             raise ValueError("the payload is an array that is not contiguous: send np.ascontiguousarray of it")
         # Not every element type of an array has a buffer, but its bytes have.
-        payload = memoryview(payload.reshape(-1).view(np.uint8))
+        payload = payload.reshape(-1).view(np.uint8).data
     view = memoryview(payload)
     if view.nbytes > PAYLOAD_BYTES_MAX:
         raise ValueError(f"the payload has {view.nbytes} bytes, the limit is {PAYLOAD_BYTES_MAX}: send it in parts")
@@ -218,7 +218,7 @@ class FrameReader:
             return bytes(head), NOTHING
         try:
             # Unlike a bytearray, its pages are not written twice.
-            payload = memoryview(np.empty(payload_bytes, np.uint8))
+            payload = np.empty(payload_bytes, np.uint8).data
         except MemoryError:
             raise WireError(f"there is no memory for a payload of {payload_bytes} bytes") from None
         for at in range(0, payload_bytes, PIECE_BYTES):

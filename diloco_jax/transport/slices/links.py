@@ -45,7 +45,7 @@ class SliceJoined(NamedTuple):
 
 
 class Item(NamedTuple):
-    """What another slice sent, or the start or the end of its connection."""
+    """Message of another slice, or the start or the end of its connection."""
 
     slice: int
     # Random number of the other slice's process.
