@@ -36,7 +36,7 @@ from diloco_jax.training.sharding import (
     use_layout,
 )
 from diloco_jax.training.state import Batch, Metrics, Params, TrainState, Variables
-from diloco_jax.training.train_step import WEIGHT, make_train_step, model_loss
+from diloco_jax.training.train_step import WEIGHT, make_gradient, make_part, make_train_step, make_update, model_loss
 from diloco_jax.training.variables import Draw, Streams, draw_of, frozen_variables, other_variables
 from diloco_jax.training.whole_state.layout import StateLayout
 
@@ -129,6 +129,13 @@ class Blueprint:
             donate_argnums=0,
             out_shardings=(self.state_shardings, scalar),
         )
+        # The same in two halves: (parameters, batch, draw, frozen variables) -> (float32 gradient, metrics), and
+        # (state, gradient, learning rate) -> (state, metrics), which consumes the state.
+        gradient_of = make_gradient(graphdef, optimizer.accumulate_steps, self._shardings, streams)
+        self.part = jax.jit(self._traced(make_part(gradient_of)), out_shardings=(self._shardings, scalar))
+        self.update = jax.jit(
+            self._traced(make_update(tx)), donate_argnums=0, out_shardings=(self.state_shardings, scalar)
+        )
         # (parameters, other state and frozen variables, batch) -> (mean loss, metrics), in evaluation mode
         self.loss = jax.jit(self._traced(loss), out_shardings=scalar)
         # (parameters, other state, batch, draw, frozen variables) -> other state, after a forward pass in training mode
@@ -220,11 +227,35 @@ class Blueprint:
 
     def lower_step(self, shapes: Shapes) -> jax.stages.Lowered:
         """Return the inner step for batches of these shapes, ready to be compiled."""
-        state = jax.tree.map(describe, self.state_shapes, self.state_shardings)
+        batch, draw = self._describe_batch(shapes)
+        return self.step.lower(self._described_state, batch, self._described_rate, draw, self.frozen)
+
+    def lower_part(self, shapes: Shapes) -> jax.stages.Lowered:
+        """Return the gradient of batches of these shapes, ready to be compiled."""
+        return self.part.lower(self.tensors, *self._describe_batch(shapes), self.frozen)
+
+    def lower_update(self) -> jax.stages.Lowered:
+        """Return the update with a float32 gradient, ready to be compiled."""
+        gradient = {
+            path: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding)
+            for path, leaf in self.tensors.items()
+        }
+        return self.update.lower(self._described_state, gradient, self._described_rate)
+
+    @property
+    def _described_state(self) -> TrainState:
+        state: TrainState = jax.tree.map(describe, self.state_shapes, self.state_shardings)
+        return state
+
+    @property
+    def _described_rate(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((), np.float32, sharding=self.layout.replicated)
+
+    def _describe_batch(self, shapes: Shapes) -> tuple[dict[str, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct | None]:
+        """Return shapes and layouts of a training batch, and of the seed of its random streams if there are any."""
         batch = {name: describe(shape, self.batch_sharding(shape.shape)) for name, shape in shapes.items()}
-        rate = jax.ShapeDtypeStruct((), np.float32, sharding=self.layout.replicated)
         draw = jax.ShapeDtypeStruct((2,), np.uint32, sharding=self.layout.replicated) if self.streams.kinds else None
-        return self.step.lower(state, batch, rate, draw, self.frozen)
+        return batch, draw
 
     def lower_loss(self, shapes: Shapes) -> jax.stages.Lowered:
         """Return the evaluation of batches of these shapes, ready to be compiled."""

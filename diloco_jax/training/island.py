@@ -6,11 +6,13 @@
 The exchange of fragments is in exchanged.py.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
 from diloco_jax.core.codec import Format
 from diloco_jax.training.base import read_base
@@ -20,13 +22,13 @@ from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig, put_array, put_rows, rows_here
-from diloco_jax.training.state import Batch, Metrics
+from diloco_jax.training.state import Batch
 
 
 class StepHandle(NamedTuple):
-    """A dispatched step, which `Island.wait` waits for."""
+    """A dispatched step, or a half of one, which `Island.wait` waits for."""
 
-    metrics: Metrics
+    metrics: Mapping[str, Array | float]
 
 
 class Island(ExchangedState):
@@ -90,8 +92,8 @@ class Island(ExchangedState):
 
     def warm_up(self, shapes: Shapes) -> None:
         """Compile the inner step for batches of these shapes, without running it; any thread may call this."""
-        if _key(shapes) not in self._compiled_steps:
-            self._compiled_steps[_key(shapes)] = self.blueprint.lower_step(shapes).compile()
+        if shapes_key(shapes) not in self._compiled_steps:
+            self._compiled_steps[shapes_key(shapes)] = self.blueprint.lower_step(shapes).compile()
 
     def step(self, batch: Batch, learning_rate: float, position: int = 0) -> StepHandle:
         """Dispatch one inner step, which updates the state in place; return at once.
@@ -101,17 +103,33 @@ class Island(ExchangedState):
           position: position of the batch's first sample in the global order. It seeds the model's random streams, so
             equal positions drop the same activations. A model without streams ignores it.
         """
-        # The previous step must be finished. More than a few unfinished programs on several emulated CPU devices
+        draw = self.blueprint.put_draw(position)
+        program = self._compiled_steps.get(shapes_key(batch), self.blueprint.step)
+        self.state, handle = self.dispatch(
+            program, self.state, batch, self.put_rate(learning_rate), draw, self.base.values
+        )
+        return handle
+
+    def put_rate(self, learning_rate: float) -> Array:
+        """Copy a learning rate to the devices, as float32; return at once."""
+        return put_array(np.asarray(learning_rate, np.float32), self.blueprint.layout.replicated)
+
+    def dispatch(
+        self, program: Callable[..., Any], *arguments: Any, known: Mapping[str, float] = MappingProxyType({})
+    ) -> tuple[Any, StepHandle]:
+        """Run a program that returns a result and metrics, once the one before it is finished; return at once.
+
+        Args:
+          known: metrics that the handle has besides those of the program.
+        """
+        # The previous program must be finished. More than a few unfinished programs on several emulated CPU devices
         # exhaust the thread pool that they meet in, and the process aborts.
         if self._unfinished is not None:
-            jax.block_until_ready(self._unfinished)
-        rate = put_array(np.asarray(learning_rate, np.float32), self.blueprint.layout.replicated)
-        draw = self.blueprint.put_draw(position)
-        program = self._compiled_steps.get(_key(batch), self.blueprint.step)
+            jax.block_until_ready(self._unfinished.metrics)
         with jax.transfer_guard("disallow"):
-            self.state, metrics = program(self.state, batch, rate, draw, self.base.values)
-        self._unfinished = StepHandle(metrics)
-        return self._unfinished
+            result, metrics = program(*arguments)
+        self._unfinished = StepHandle({**known, **metrics})
+        return result, self._unfinished
 
     def wait(self, handle: StepHandle) -> dict[str, float]:
         """Block until a step is done; return `loss`, `grad_norm` and the other metrics of the model."""
@@ -133,5 +151,6 @@ class Island(ExchangedState):
         return self.blueprint.mean_loss(self.state.params, {**self.state.other, **self.base.values}, batches)
 
 
-def _key(batch: Mapping[str, Any]) -> tuple[Any, ...]:
+def shapes_key(batch: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what is equal for batches that one compiled program takes: names, shapes and dtypes."""
     return tuple((name, value.shape, value.dtype) for name, value in sorted(batch.items()))

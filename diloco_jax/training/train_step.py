@@ -49,6 +49,68 @@ def model_loss(
     return loss, (metrics, state_after(model, other))
 
 
+def make_gradient(
+    graphdef: GraphDef,
+    accumulate_steps: int = 1,
+    shardings: Mapping[str, NamedSharding] | None = None,
+    streams: Streams = Streams(),  # noqa: B008  a constant
+) -> Callable[..., tuple[Found, Variables]]:
+    """Return the first half of a step, a pure function of (parameters, other state, batch, draw, frozen variables).
+
+    Args:
+      accumulate_steps: micro-batches; they are computed in sequence, and the result is their mean.
+      shardings: layout of every parameter and of its gradient, by path.
+      streams: the model's random streams.
+
+    Returns:
+      A function that returns (loss, metrics, gradient) and the other state afterwards. Metrics are means over the
+      micro-batches, weighted by the metric `weight` if there is one; `weight` itself is a sum.
+    """
+
+    def gradient_of(params: Params, other: Variables, batch: Batch, constant: Variables) -> tuple[Found, Variables]:
+        found = jax.value_and_grad(lambda p: model_loss(graphdef, p, batch, other, constant), has_aux=True)
+        (loss, (metrics, other)), gradient = found(params)
+        if shardings is not None:
+            gradient = jax.lax.with_sharding_constraint(gradient, dict(shardings))
+        return (loss, metrics, gradient), other
+
+    def gradient(
+        params: Params,
+        other: Variables,
+        batch: Batch,
+        draw: Draw | None = None,
+        frozen: Mapping[str, Array] = NOTHING,
+    ) -> tuple[Found, Variables]:
+        def of(other: Variables, part: Batch, number: int | Array) -> tuple[Found, Variables]:
+            return gradient_of(params, other, part, {**frozen, **streams.at(draw, number)})
+
+        if accumulate_steps == 1:
+            return of(other, batch, 0)
+        return _mean_over(of, other, _micro_batches(batch, accumulate_steps))
+
+    return gradient
+
+
+def make_update(tx: optax.GradientTransformation) -> Callable[..., tuple[TrainState, Metrics]]:
+    """Return the second half of a step, a pure function of (state, gradient, learning rate).
+
+    Args:
+      tx: optimizer built for learning rate 1.
+
+    Returns:
+      A function that returns the new state, with unchanged other state, and `grad_norm` before clipping.
+    """
+
+    def update(state: TrainState, gradient: Params, learning_rate: Float[Array, ""]) -> tuple[TrainState, Metrics]:
+        updates, opt_state = tx.update(gradient, state.opt_state, state.params)
+        params = {path: value + learning_rate * updates[path] for path, value in state.params.items()}
+        # The float32 rate, or a mean of gradients, turns narrower parameters into float32, so they are cast back.
+        kept = jax.tree.map(lambda new, old: new.astype(old.dtype), TrainState(params, opt_state, state.other), state)
+        return kept, {"grad_norm": optax.tree.norm(gradient)}
+
+    return update
+
+
 def make_train_step(
     graphdef: GraphDef,
     tx: optax.GradientTransformation,
@@ -59,23 +121,13 @@ def make_train_step(
     """Return the inner step as a pure function of (state, batch, learning rate, draw, frozen variables).
 
     Args:
-      tx: optimizer built for learning rate 1.
-      accumulate_steps: micro-batches; they are computed in sequence, and their mean gradient makes the update.
-      shardings: layout of every parameter and of its gradient, by path.
-      streams: the model's random streams.
+      tx, accumulate_steps, shardings, streams: as for `make_gradient` and `make_update`.
 
     Returns:
       A function that returns the new state and the metrics: `loss`, `grad_norm` before clipping, and those that the
-      model reports. Metrics are means over the micro-batches, weighted by the metric `weight` if there is one; `weight`
-      itself is a sum.
+      model reports.
     """
-
-    def gradient_of(params: Params, other: Variables, batch: Batch, constant: Variables) -> tuple[Found, Variables]:
-        found = jax.value_and_grad(lambda p: model_loss(graphdef, p, batch, other, constant), has_aux=True)
-        (loss, (metrics, other)), gradient = found(params)
-        if shardings is not None:
-            gradient = jax.lax.with_sharding_constraint(gradient, dict(shardings))
-        return (loss, metrics, gradient), other
+    gradient_of, update = make_gradient(graphdef, accumulate_steps, shardings, streams), make_update(tx)
 
     def train_step(
         state: TrainState,
@@ -84,20 +136,30 @@ def make_train_step(
         draw: Draw | None = None,
         frozen: Mapping[str, Array] = NOTHING,
     ) -> tuple[TrainState, Metrics]:
-        def of(other: Variables, part: Batch, number: int | Array) -> tuple[Found, Variables]:
-            return gradient_of(state.params, other, part, {**frozen, **streams.at(draw, number)})
-
-        if accumulate_steps == 1:
-            (loss, extra, gradient), other = of(state.other, batch, 0)
-        else:
-            (loss, extra, gradient), other = _mean_over(of, state.other, _micro_batches(batch, accumulate_steps))
-        updates, opt_state = tx.update(gradient, state.opt_state, state.params)
-        params = {path: value + learning_rate * updates[path] for path, value in state.params.items()}
-        # The float32 rate, or a mean of gradients, turns narrower parameters into float32, so they are cast back.
-        kept = jax.tree.map(lambda new, old: new.astype(old.dtype), TrainState(params, opt_state, other), state)
-        return kept, {**extra, "loss": loss, "grad_norm": optax.tree.norm(gradient)}
+        (loss, metrics, gradient), other = gradient_of(state.params, state.other, batch, draw, frozen)
+        kept, norm = update(state._replace(other=other), gradient, learning_rate)
+        return kept, {**metrics, "loss": loss, **norm}
 
     return train_step
+
+
+def make_part(gradient_of: Callable[..., tuple[Found, Variables]]) -> Callable[..., tuple[Params, Metrics]]:
+    """Return a function of (parameters, batch, draw, frozen variables) with a float32 gradient and float32 metrics.
+
+    Args:
+      gradient_of: the result of `make_gradient` for a model without other state.
+    """
+
+    def part(
+        params: Params, batch: Batch, draw: Draw | None = None, frozen: Mapping[str, Array] = NOTHING
+    ) -> tuple[Params, Metrics]:
+        (loss, metrics, gradient), _ = gradient_of(params, {}, batch, draw, frozen)
+        exact: tuple[Params, Metrics] = jax.tree.map(
+            lambda leaf: leaf.astype(jnp.float32), (gradient, {**metrics, "loss": loss})
+        )
+        return exact
+
+    return part
 
 
 def _micro_batches(batch: Batch, count: int) -> Batch:

@@ -1,0 +1,186 @@
+"""An inner step in parts: gradients of parts of a batch, computed anywhere, and one update with their mean.
+
+    handle = steps.gradient(island.put_batch(batch), position)      one program; the state stays; returns at once
+    part = steps.take(handle)                                       the flat gradient in RAM, and its metrics
+    mean = mean_chunk([part.flat, ...], [part.weight, ...])         parts in their order, on any island
+    handle = steps.apply(mean, learning_rate, mean_metrics(...))    one donated program; returns at once
+    island.wait(handle)                                             {"loss": ..., "grad_norm": ...}
+
+The mean of parts p = 1 ... n with weights w is that of micro-batches in train_step.py:
+
+    g = (w_1 g_1 + ... + w_n g_n) / (w_1 + ... + w_n)               float32, from left to right
+
+Each element is computed alone and in the order of parts. So the mean has the same bits whatever island of an equal mesh
+computed a part, and into however many chunks the flat gradients are cut.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float32
+
+from diloco_jax.training.data.sample import Shapes
+from diloco_jax.training.island import Island, StepHandle, shapes_key
+from diloco_jax.training.sharding import put_array
+from diloco_jax.training.state import Batch
+from diloco_jax.training.train_step import WEIGHT
+
+Flat = Float32[np.ndarray, "n"]
+
+
+class PartHandle(NamedTuple):
+    """A dispatched gradient of a part, which `PartSteps.take` waits for."""
+
+    # Float32, by path.
+    gradient: dict[str, Array]
+    step: StepHandle
+
+
+class Part(NamedTuple):
+    """The gradient of a part of a batch."""
+
+    # The gradients of all parameters by ascending path, each in C order.
+    flat: Flat
+    # `loss`, and what the model reports.
+    metrics: dict[str, float]
+    # Weight in the mean over parts: the metric `weight`; 1.0 if the model reports none.
+    weight: float
+
+
+class PartSteps:
+    """The inner steps of an island as gradients of parts and updates; for one thread, except `warm_up`."""
+
+    def __init__(self, island: Island) -> None:
+        """Describe the two programs, without compiling them.
+
+        Raises:
+          ValueError: the model has other state than parameters, which parts at different places would change apart.
+        """
+        if island.state.other:
+            raise ValueError(
+                f"the model has variables that are no parameters, such as '{min(island.state.other)}', and an island "
+                "of several slices cannot keep them equal; set islands.slices to 1, or use a layer without them, such "
+                "as LayerNorm instead of BatchNorm"
+            )
+        self._island = island
+        self._blueprint = blueprint = island.blueprint
+        self._sizes = {path: int(np.prod(leaf.shape)) for path, leaf in sorted(blueprint.tensors.items())}
+        # The number of elements of a flat gradient.
+        self.size = sum(self._sizes.values())
+        # Compiled gradients by the shapes of their parts, and the compiled update.
+        self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
+        self._update: jax.stages.Compiled | None = None
+
+    def warm_up(self, shapes: Shapes) -> None:
+        """Compile both programs for parts of these shapes, without running them; any thread may call this."""
+        if shapes_key(shapes) not in self._compiled:
+            self._compiled[shapes_key(shapes)] = self._blueprint.lower_part(shapes).compile()
+        if self._update is None:
+            self._update = self._blueprint.lower_update().compile()
+
+    def gradient(self, batch: Batch, position: int = 0) -> PartHandle:
+        """Dispatch the gradient of a part with the parameters of now, which stay as they are; return at once.
+
+        Args:
+          batch: the result of `Island.put_batch` for the part's samples.
+          position: position of the part's first sample in the global order, as for `Island.step`.
+        """
+        island = self._island
+        program = self._compiled.get(shapes_key(batch), self._blueprint.part)
+        draw = self._blueprint.put_draw(position)
+        gradient, step = island.dispatch(program, island.state.params, batch, draw, island.base.values)
+        for value in gradient.values():
+            value.copy_to_host_async()
+        return PartHandle(gradient, step)
+
+    def take(self, handle: PartHandle) -> Part:
+        """Wait until a gradient is computed, and return it in RAM."""
+        metrics = self._island.wait(handle.step)
+        flat = np.empty(self.size, np.float32)
+        start = 0
+        for path, size in self._sizes.items():
+            flat[start : start + size] = jax.device_get(handle.gradient[path]).reshape(-1)
+            start += size
+        return Part(flat, metrics, metrics.get(WEIGHT, 1.0))
+
+    def apply(self, mean: Flat, learning_rate: float, metrics: Mapping[str, float]) -> StepHandle:
+        """Dispatch the update with a mean gradient, which changes the state in place; return at once.
+
+        Args:
+          mean: float32 [size]; the caller may change it afterwards.
+          metrics: means over the parts; `Island.wait` returns them together with `grad_norm`.
+
+        Raises:
+          ValueError: `mean` has another size.
+        """
+        if mean.shape != (self.size,):
+            raise ValueError(
+                f"the mean gradient has shape {mean.shape}, expected ({self.size},); do all slices have the same model?"
+            )
+        gradient, start = {}, 0
+        for path, size in self._sizes.items():
+            leaf = self._blueprint.tensors[path]
+            gradient[path] = put_array(mean[start : start + size].reshape(leaf.shape), leaf.sharding)
+            start += size
+        island = self._island
+        program = self._update or self._blueprint.update
+        island.state, handle = island.dispatch(
+            program, island.state, gradient, island.put_rate(learning_rate), known=metrics
+        )
+        return handle
+
+
+def mean_chunk(chunks: Sequence[Flat], weights: Sequence[float]) -> Flat:
+    """Return the weighted mean of the same piece of every part's gradient: (sum of w_p g_p) / (sum of w_p).
+
+    All arithmetic is float32, from left to right. The sum is divided by 1 if no part has a weight above 0.
+
+    Args:
+      chunks: float32 [n] of each part, in the order of parts.
+      weights: weight of each part.
+
+    Raises:
+      ValueError: there is no part, or the parts have different numbers of elements or of weights.
+    """
+    shapes = {chunk.shape for chunk in chunks}
+    if len(chunks) != len(weights) or len(shapes) != 1:
+        raise ValueError(
+            f"{len(chunks)} parts of shapes {sorted(shapes)} with {len(weights)} weights have no mean; give pieces of "
+            "one length, with one weight each"
+        )
+    # A number that leaves the range of float32 becomes infinite, as on the devices.
+    with np.errstate(all="ignore"):
+        exact = np.asarray(weights, np.float32)
+        total, scaled = chunks[0] * exact[0], np.empty_like(chunks[0])
+        for chunk, weight in zip(chunks[1:], exact[1:], strict=True):
+            # A factor of 1 changes no bit, and without it the sum takes a third of the time.
+            total += chunk if weight == 1 else np.multiply(chunk, weight, out=scaled)
+        divisor = _sum(exact)
+        return np.divide(total, divisor if divisor > 0 else np.float32(1.0), out=total)
+
+
+def mean_metrics(parts: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
+    """Return the means of metrics over parts, like `mean_chunk`; the metric `weight` is a sum.
+
+    Raises:
+      ValueError: there is no part, or the parts report different metrics.
+    """
+    names = sorted(parts[0]) if parts else []
+    if different := next((part.keys() ^ set(names) for part in parts if part.keys() != set(names)), None):
+        raise ValueError(f"only some parts report the metric '{min(different)}'; do all slices have the same program?")
+    with np.errstate(all="ignore"):
+        rows = [np.array([part[name] for name in names], np.float32) for part in parts]
+        means = dict(zip(names, map(float, mean_chunk(rows, weights)), strict=True))
+        if WEIGHT in means:
+            means[WEIGHT] = float(_sum(np.array([part[WEIGHT] for part in parts], np.float32)))
+    return means
+
+
+def _sum(values: Float32[np.ndarray, "p"]) -> np.float32:
+    """Add from left to right; `np.sum` would add in pairs."""
+    total = np.float32(0.0)
+    for value in values:
+        total = np.float32(total + value)
+    return total
