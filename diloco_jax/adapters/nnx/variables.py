@@ -11,8 +11,8 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array
 
+from diloco_jax.runtime.own_loop.random_keys import key_types, with_keys, without_keys
 from diloco_jax.training.models.protocol import path_of
-from diloco_jax.training.random_keys import key_types, with_keys, without_keys
 from diloco_jax.training.sharding import LogicalAxes
 
 # Keys of a Variable from the root: names of attributes, keys of dicts, positions in lists.

@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
 from diloco_jax.core.kinds import Canonical, Kind, canonical_forms
+from diloco_jax.runtime.own_loop.random_keys import key_types, with_keys, without_keys
 from diloco_jax.training.exchange.exchange import Exchange
 from diloco_jax.training.exchanged import ExchangedState, by_name
 from diloco_jax.training.island_state import IslandState
-from diloco_jax.training.random_keys import key_types, with_keys, without_keys
 from diloco_jax.training.sharding import LogicalAxes, put_array
 from diloco_jax.training.state import TrainState
 from diloco_jax.training.whole_state.layout import StateLayout
