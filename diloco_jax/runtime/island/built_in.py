@@ -6,6 +6,7 @@ A separate thread reads samples ahead, and the loop copies them to the devices w
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 
 import jax
 
@@ -18,6 +19,7 @@ from diloco_jax.training.data.order import SampleOrder
 from diloco_jax.training.data.sample import Sample, batch_shapes
 from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.optimizers import learning_rate
+from diloco_jax.training.parts import PartSteps
 from diloco_jax.training.state import Batch
 
 LOADING = "loading the data and building the model"  # a phase
@@ -146,6 +148,7 @@ class BuiltInLoop:
         self.epoch_samples = len(source.train)
         self.tokenizer = source.tokenizer.digest if source.tokenizer else ""
         self.batch_size = own.batch_size  # samples per step
+        self.part_size = own.batch_size // config.islands.slices  # samples per part of a step
         self.prefetch = config.data.prefetch  # batches ahead
         self.sample = source.train[0]
         # The learning rate of a step of the schedule.
@@ -182,6 +185,18 @@ class BuiltInLoop:
     def warm_up(self, batch_size: int = 0) -> None:
         """Compile the inner step, for `batch_size` samples if given; any thread may call it."""
         self.island.warm_up(batch_shapes(self.sample, batch_size or self.batch_size))
+
+    @cached_property
+    def parts(self) -> PartSteps:
+        """Return the steps in parts, for an island of several slices; ValueError if the model has none."""
+        return PartSteps(self.island)
+
+    def warm_up_steps(self) -> None:
+        """Compile what this loop steps with: the inner step, or on a slice the programs of its parts; any thread."""
+        if self.part_size == self.batch_size:
+            self.warm_up()
+        else:
+            self.parts.warm_up(batch_shapes(self.sample, self.part_size))
 
     def put_batch(self, ranges: Ranges, ahead: Ranges = ()) -> None:
         """Copy the samples of the next step to the devices, and start to read later ones; return at once."""

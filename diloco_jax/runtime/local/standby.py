@@ -86,14 +86,14 @@ def shared_by_several(config: RunConfig, machine: Machine) -> list[str]:
         if own.hosts == 1 and not own.topology:
             kind = own._replace(name="", zone="", devices=emulated_devices(config, name))
             kinds.setdefault(repr(kind), []).append(name)
-    return [names[0] for names in kinds.values() if len(names) > 1]
+    return [names[0] for names in kinds.values() if len(names) * config.islands.slices > 1]
 
 
 def compiled_loop(config: RunConfig, island: str, report: Report = lambda words: None) -> BuiltInLoop:
     """Return the loop of an island with all of its programs compiled, and stored in the folder of `keep_programs`."""
     report(LOADING)
     loop = BuiltInLoop(config.of_island(island), island)
-    host = Host(resolve(config, loop.island.shapes, loop.island.kinds), loop.island, loop.warm_up, loop.evaluate)
+    host = Host(resolve(config, loop.island.shapes, loop.island.kinds), loop.island, loop.warm_up_steps, loop.evaluate)
     host.warm_up(report)
     report("compiling the evaluation")
     host.warm_up_evaluation()

@@ -26,7 +26,7 @@ def parts_of(ranges: Sequence[Range], size: int) -> tuple[Ranges, ...]:
     return tuple(parts)
 
 
-def owners_of(count: int, members: Sequence[int], had: Mapping[int, Collection[int]] = {}) -> tuple[int, ...]:  # noqa: B006
+def owners_of(count: int, members: Sequence[int], had: Mapping[int, Collection[int]] = {}) -> tuple[int, ...]:
     """Return the member that computes each of `count` parts; members differ by at most one part where `had` allows it.
 
     Args:

@@ -91,8 +91,10 @@ class Follower:
                     told[slice_] = session
                     links.send(slice_, Stand(*member.standing))
             states = {slice_: state for slice_, state in states.items() if slice_ in connected}
-            everybody = len(connected) + 1 == self._slices and states.keys() == connected.keys()
-            if len(connected) + 1 >= self._least and (everybody or now_s > awaited_s):
+            # At the start of an island the others may still be on their way.
+            all_here = len(connected) + 1 == self._slices or not self._first
+            all_told = states.keys() == connected.keys()
+            if len(connected) + 1 >= self._least and ((all_here and all_told) or now_s > awaited_s):
                 candidates = {**states, member.own: member.standing}
                 best = max(candidates.keys() - refused, key=lambda each: (candidates[each], -each))
                 if best == member.own:

@@ -280,7 +280,8 @@ class SlicedLoop:
         self._next: Ranges = ()
 
     def warm_up(self) -> None:
-        self._member.warm_up()
+        """Compile the programs of parts; they are there."""
+        self._member.loop.warm_up_steps()
 
     def put_batch(self, ranges: Ranges, ahead: Ranges = ()) -> None:
         """Set the samples of the next step."""

@@ -19,9 +19,8 @@ from diloco_jax.runtime.slices.exchange import Exchange, Sending
 from diloco_jax.runtime.slices.messages import Adopt, Change, Chunk, Commit, Mean, Overwrite, Restore, Turn
 from diloco_jax.runtime.slices.state import ReceivedCopy, copy_of, parts_of_state
 from diloco_jax.settings.resolved import ResolvedRun
-from diloco_jax.training.data.sample import batch_shapes
 from diloco_jax.training.island import StepHandle
-from diloco_jax.training.parts import Part, PartSteps
+from diloco_jax.training.parts import Part
 from diloco_jax.transport.slices.links import SliceLinks
 
 # Chunks and means that came before their turn: the leader's request may be slower than a neighbour's answer.
@@ -44,17 +43,16 @@ class Member:
         own: number of this slice.
         run: the run, resolved for the model.
         loop: the model, its data and its devices.
-        size: samples of a part.
         links: the connections to the other slices.
     """
 
-    def __init__(self, own: int, run: ResolvedRun, loop: BuiltInLoop, size: int, links: SliceLinks) -> None:
+    def __init__(self, own: int, run: ResolvedRun, loop: BuiltInLoop, links: SliceLinks) -> None:
         self.own = own
         self.run = run
         self.loop = loop
-        self.size = size
+        self.size = loop.part_size
         self.links = links
-        self.steps = PartSteps(loop.island)
+        self.steps = loop.parts
         self.standing = Standing()
         # The name of the learner's state, of which the fragments may be newer; None before the first turn.
         self.name: StateName | None = None
@@ -69,10 +67,6 @@ class Member:
     @property
     def fragments(self) -> tuple[Any, ...]:
         return self.run.fragments
-
-    def warm_up(self) -> None:
-        """Compile the programs of parts; any thread."""
-        self.steps.warm_up(batch_shapes(self.loop.sample, self.size))
 
     def begin_term(self, term: int) -> None:
         """Keep a copy of the present state, which a new leader may go back to."""

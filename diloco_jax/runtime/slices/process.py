@@ -50,6 +50,8 @@ class SliceProcess:
         ValueError: the model cannot be divided over slices, or the connections are refused by a setting.
     """
 
+    _member: Member
+
     def __init__(
         self,
         config: RunConfig,
@@ -63,19 +65,20 @@ class SliceProcess:
         self._config, self._learner_id, self._place = config, learner_id, place
         self._address, self._run_dir, self._incarnation, self._stop = address, run_dir, incarnation, stop
         loop = BuiltInLoop(config, learner_id)
-        self._run = run = resolve(config, loop.island.shapes, loop.island.kinds)
-        links = SliceLinks(config.transport, config.name, learner_id, place.own, place.addresses, MESSAGES)
-        size = loop.batch_size // len(place.addresses)
-        self._member = Member(place.own, run, loop, size, links)
+        self._run = resolve(config, loop.island.shapes, loop.island.kinds)
+        self._loop = loop
 
     def run(self) -> int:
         """Train until the run ends, or this process shall; return the exit status."""
-        islands, member = self._config.islands, self._member
-        try:
-            with closing(island_pulse(self._config, self._run_dir, self._learner_id, 1 + self._place.own)) as pulse:
-                pulse.phase("compiling")
-                member.warm_up()
-                member.loop.island.warm_up_exchange(self._run.fragments)
+        config, islands, own, loop = self._config, self._config.islands, self._place.own, self._loop
+        with closing(island_pulse(config, self._run_dir, self._learner_id, 1 + own)) as pulse:
+            pulse.phase("compiling")
+            loop.warm_up_steps()
+            loop.island.warm_up_exchange(self._run.fragments)
+            # The others count on a slice that they can reach, so it must be able to follow by then.
+            links = SliceLinks(config.transport, config.name, self._learner_id, own, self._place.addresses, MESSAGES)
+            member = self._member = Member(own, self._run, loop, links)
+            try:
                 follower = Follower(
                     member,
                     len(self._place.addresses),
@@ -85,16 +88,16 @@ class SliceProcess:
                     pulse,
                 )
                 while (chosen := follower.elect()) is not None:
-                    if chosen.leader == self._place.own:
+                    if chosen.leader == own:
                         pulse.rest()
                         return self._lead(chosen)
                     ended = follower.follow(chosen)
                     if ended == "over":
                         return follower.status
                 return INTERRUPTED
-        finally:
-            member.links.close(1.0)
-            member.loop.close()
+            finally:
+                links.close(1.0)
+                loop.close()
 
     def _lead(self, chosen: Chosen) -> int:
         """Be the island's learner with the other slices; return the exit status."""
