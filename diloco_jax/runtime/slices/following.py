@@ -144,8 +144,9 @@ class Follower:
                 self.status = obedience.status
                 return outcome
             self._pulse.beat()
-            if time.monotonic() - links.heard_s(leader) > self._patience_s:
-                links.drop(leader, f"it was silent for {self._patience_s:g} s")
+            if (silent_s := time.monotonic() - links.heard_s(leader)) > self._patience_s:
+                log.warning(f"slice {leader}, which led, was silent for {silent_s:.1f} s (islands.straggler_s)")
+                links.drop(leader, f"it was silent for {silent_s:.1f} s")
                 return "lost"
         return "stopped"
 

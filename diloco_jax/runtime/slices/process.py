@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diloco_jax.protocol.messages import RUN_COMPLETE
+from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.kept_state import KeptState
 from diloco_jax.runtime.island.threads import start_thread
@@ -75,6 +76,8 @@ class SliceProcess:
             pulse.phase("compiling")
             loop.warm_up_steps()
             loop.island.warm_up_exchange(self._run.fragments)
+            # A slice that comes to lead reads values of the syncer at once, and their kernels take seconds to load.
+            GlobalValues(self._run.fragments, config.wire.down)
             # The others count on a slice that they can reach, so it must be able to follow by then.
             links = SliceLinks(config.transport, config.name, self._learner_id, own, self._place.addresses, MESSAGES)
             member = self._member = Member(own, self._run, loop, links)
