@@ -15,7 +15,7 @@ from diloco_jax.runtime.island.threads import placed
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.corpus import Source, load_source
 from diloco_jax.training.data.order import SampleOrder
-from diloco_jax.training.data.sample import Sample, batch_shapes
+from diloco_jax.training.data.sample import Sample, Shapes, batch_shapes
 from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.state import Batch
@@ -181,15 +181,23 @@ class BuiltInLoop:
 
     def warm_up(self, batch_size: int = 0) -> None:
         """Compile the inner step, for `batch_size` samples if given; any thread may call it."""
-        self.island.warm_up(batch_shapes(self._sample, batch_size or self.batch_size))
+        self.island.warm_up(self.shapes(batch_size or self.batch_size))
+
+    def shapes(self, batch_size: int) -> Shapes:
+        """Return the shapes and dtypes of a batch of this many samples, by name."""
+        return batch_shapes(self._sample, batch_size)
 
     def put_batch(self, ranges: Ranges, ahead: Ranges = ()) -> None:
         """Copy the samples of the next step to the devices, and start to read later ones; return at once."""
         self._feed.put(ranges, ahead)
 
+    def take_batch(self) -> tuple[Batch, int]:
+        """Return the samples of `put_batch` on the devices, and the first one's position in the global order."""
+        return self._feed.take()
+
     def step(self, clock: int) -> StepHandle:
         """Dispatch one inner step on the newest batch, at this step of the schedule; return at once."""
-        batch, position = self._feed.take()
+        batch, position = self.take_batch()
         return self.island.step(batch, self.rate(clock), position)
 
     def wait(self, handle: StepHandle) -> Mapping[str, float]:
