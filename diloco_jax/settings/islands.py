@@ -15,6 +15,7 @@ Devices = int | Literal["auto"]
 
 AUTO: Literal["auto"] = "auto"
 DEVICES_MAX = 64
+SLICES_MAX = 64
 GS = "gs://"
 # Ray's names for devices that JAX finds.
 ACCELERATORS = ("GPU", "TPU")
@@ -69,7 +70,7 @@ class IslandConfig(NamedTuple):
 
     # The learner has the same name.
     name: str
-    # Over all hosts of the island. 0: all devices that the island finds.
+    # Over all hosts of the island, or of one of its slices. 0: all devices that the island finds.
     devices: int
     hosts: int  # processes
     # TPU slice; "" if none is named.
@@ -104,26 +105,37 @@ class IslandsConfig:
     are away, and the run uses all it gets. The first islands by name are those that it needs. Set it if you may not get
     all machines, or may lose some at any time; an alarm then says when fewer islands are connected."""
     devices: Devices = AUTO
-    """Devices per island, over all its hosts. auto: TPU chips, an equal number of the machine's GPUs, a share of one
-    GPU's memory, or 2 emulated CPU devices on a machine without TPU and GPU. A number counts GPUs on a machine with
-    GPUs, and emulated devices elsewhere. JAX_PLATFORMS=cpu in the environment always emulates. Set it to use fewer GPUs
-    or emulated devices than auto would."""
+    """Devices per island, over all its hosts, or per slice if islands.slices is above 1. auto: TPU chips, an equal
+    number of the machine's GPUs, a share of one GPU's memory, or 2 emulated CPU devices on a machine without TPU and
+    GPU. A number counts GPUs on a machine with GPUs, and emulated devices elsewhere. JAX_PLATFORMS=cpu in the
+    environment always emulates. Set it to use fewer GPUs or emulated devices than auto would."""
     hosts: int = 1
     """Processes of an island that run one SPMD program together. A topology determines this number. If one process
     fails, the island restarts as a whole. Set it for an island of several GPU machines."""
     slices: int = 1
+    """Processes of an island that share the batch of a step equally; each has the whole model, and separate devices. If
+    one fails, the others continue without a restart, and it returns later. In each step they exchange gradients in
+    float32 over the network. The model must have no state beside its parameters, such as batch statistics. Set it if an
+    island has several machines with a fast network between them, and must survive the loss of one."""
     slices_least: int = 1
+    """Number of slices that an island needs; while fewer are connected, it waits. Set it if steps of a few slices would
+    be too slow, or their batch too small with slices_batch shrink."""
     slices_batch: Literal["keep", "shrink"] = "keep"
+    """The batch of a step while slices are missing. keep: the others compute the parts of the missing slices, so steps
+    have the same result and take longer. shrink: the batch has only the parts of the connected slices. Set it to shrink
+    if steps must not take longer; the island then has less weight in a merge."""
     straggler_s: float = 3.0
+    """Seconds beyond the usual time of a step that the slices of an island wait for one of them. After that they
+    continue without it. Raise it if slices or their network often pause longer."""
     topology: str = ""
     """TPU slice of an island, such as v5p:4x4x8 or v6e:16x16; for preflight and launch. It needs islands.devices auto.
     Set it to compile for TPU slices with diloco preflight, or to create them with diloco launch."""
     mesh: MeshConfig = field(default_factory=lambda: MeshConfig(data=-1))
     """Layout of an island's devices."""
     batch_size: int = 0
-    """Sequences in one inner step of an island; islands may differ. 0: an equal share of train.batch_size. Set it if
-    islands differ in memory or speed, or join and leave often. A larger batch takes more memory, and gives the island
-    more weight in a merge."""
+    """Sequences in one inner step of an island, over all its slices; islands may differ. 0: an equal share of
+    train.batch_size. Set it if islands differ in memory or speed, or join and leave often. A larger batch takes more
+    memory, and gives the island more weight in a merge."""
     zone: str = ""
     """Cloud zone of an island, such as us-east5-a; for launch. Set it to create machines with diloco launch, in a zone
     that offers the topology."""
@@ -204,6 +216,7 @@ class IslandsConfig:
                 "islands.standby needs islands of one process with the built-in loop; set it to false, or "
                 "islands.hosts to 1, islands.controller to processes and no islands.command"
             )
+        self._check_slices()
         if not 0 <= self.peak_tflops < inf:
             raise ValueError(f"islands.peak_tflops is {self.peak_tflops}; use TFLOP/s of one device, or 0 if unknown")
         self._check_controller()
@@ -212,6 +225,31 @@ class IslandsConfig:
         self._check_ray()
         for name in ("", *self.each):
             _check(self._own(name), f"islands.each.{name}" if name else "islands")
+
+    def _check_slices(self) -> None:
+        if not 1 <= self.slices <= SLICES_MAX:
+            raise ValueError(f"islands.slices is {self.slices}; use 1 to {SLICES_MAX}")
+        if not 1 <= self.slices_least <= self.slices:
+            raise ValueError(
+                f"islands.slices_least is {self.slices_least}; use 1 to islands.slices = {self.slices}, or raise slices"
+            )
+        if not 0 < self.straggler_s < inf:
+            raise ValueError(f"islands.straggler_s is {self.straggler_s}; use seconds, more than 0")
+        if self.slices == 1:
+            return
+        several = any(self.resolve(name, 0).hosts > 1 for name in ("", *self.each))
+        apart = {
+            "hosts above 1": several,
+            "controller single": self.controller == "single",
+            "command": self.command,
+            "standby": self.standby,
+            "ray": self.ray,
+        }
+        if others := [name for name, value in apart.items() if value]:
+            raise ValueError(
+                f"islands.slices is {self.slices}, which needs slices of one process with the built-in loop, started "
+                f"without Ray, so islands.{others[0]} does not fit; leave one of them out"
+            )
 
     def _check_controller(self) -> None:
         if self.pathways and self.controller != "single":

@@ -379,6 +379,16 @@ class RunConfig:
                 f"train.batch_size is {self.train.batch_size}, which {count} islands cannot share equally; use a "
                 "multiple of islands.count, or set islands.batch_size"
             )
+        if self.islands.slices > 1 and not ours:
+            raise ValueError(
+                f"islands.slices is {self.islands.slices}, which needs algorithm decoupled and a built-in loop; set it "
+                "to 1"
+            )
+        if self.islands.slices > 1 and self.adopt.mode == "rebase":
+            raise ValueError(
+                "adopt.mode rebase needs what was sent, which only one slice of an island has; use overwrite or blend, "
+                "or set islands.slices to 1"
+            )
         if self.transport.queue_payloads_max < self.protocol.num_fragments:
             raise ValueError(
                 f"transport.queue_payloads_max is {self.transport.queue_payloads_max}, but a joining learner gets all "
@@ -466,15 +476,22 @@ class RunConfig:
 
     def check_mesh(self, island: IslandConfig) -> None:
         """Check that an island's devices can share its batch, if their number is known; ValueError if not."""
+        slices = self.islands.slices
+        if island.batch_size % slices:
+            raise ValueError(
+                f"{island.name or 'an island'}'s batch of {island.batch_size} sequences cannot be cut into equal parts "
+                f"for islands.slices {slices}; change train.batch_size, islands.batch_size or islands.slices"
+            )
         devices = island.slice.devices if island.slice else island.devices
         # The number of devices may be unknown until the island runs.
         if not devices:
             return
         steps = self.optimizer.accumulate_steps
         parts = MeshLayout(planned_mesh(island.mesh, devices), island.mesh.all_rules()).batch_parts * steps
-        if island.batch_size % parts:
+        share, what = island.batch_size // slices, "part" if slices > 1 else "batch"
+        if share % parts:
             raise ValueError(
-                f"{island.name or 'an island'}'s batch of {island.batch_size} sequences cannot be shared equally by "
+                f"{island.name or 'an island'}'s {what} of {share} sequences cannot be shared equally by "
                 f"{parts // steps} devices (mesh axes data x fsdp x expert) in {steps} optimizer.accumulate_steps; "
                 "change train.batch_size, islands.batch_size or islands.mesh"
             )

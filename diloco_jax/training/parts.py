@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float32
 
+from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.sample import Shapes
 from diloco_jax.training.island import Island, StepHandle, shapes_key
 from diloco_jax.training.sharding import put_array
@@ -28,6 +29,16 @@ from diloco_jax.training.state import Batch
 from diloco_jax.training.train_step import WEIGHT
 
 Flat = Float32[np.ndarray, "n"]
+
+
+def check_no_other_state(blueprint: Blueprint) -> None:
+    """Check that a step of a model can be computed in parts; ValueError if it changes more than parameters."""
+    if other := blueprint.state_shapes.other:
+        raise ValueError(
+            f"the model has variables beside its parameters, such as '{min(other)}', and an island of several slices "
+            "cannot keep them equal; set islands.slices to 1, or use a layer without them, such as LayerNorm instead "
+            "of BatchNorm"
+        )
 
 
 class PartHandle(NamedTuple):
@@ -45,7 +56,7 @@ class Part(NamedTuple):
     flat: Flat
     # `loss`, and what the model reports.
     metrics: dict[str, float]
-    # Weight in the mean over parts: the metric `weight`; 1.0 if the model reports none.
+    # The metric `weight`; 1.0 if the model reports none.
     weight: float
 
 
@@ -53,17 +64,8 @@ class PartSteps:
     """The inner steps of an island as gradients of parts and updates; for one thread, except `warm_up`."""
 
     def __init__(self, island: Island) -> None:
-        """Describe the two programs, without compiling them.
-
-        Raises:
-          ValueError: the model has other state than parameters, which parts at different places would change apart.
-        """
-        if island.state.other:
-            raise ValueError(
-                f"the model has variables that are no parameters, such as '{min(island.state.other)}', and an island "
-                "of several slices cannot keep them equal; set islands.slices to 1, or use a layer without them, such "
-                "as LayerNorm instead of BatchNorm"
-            )
+        """Describe the two programs, without compiling them; ValueError as for `check_no_other_state`."""
+        check_no_other_state(island.blueprint)
         self._island = island
         self._blueprint = blueprint = island.blueprint
         self._sizes = {path: int(np.prod(leaf.shape)) for path, leaf in sorted(blueprint.tensors.items())}

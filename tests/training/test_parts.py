@@ -126,12 +126,14 @@ def test_unequal_weights_make_the_step_of_the_whole_batch() -> None:
         seed=0,
         devices=jax.devices()[:1],
     )
+    halves, quarters = ([compute(island, each) for each in cut(test_own_batches.BATCH, count)] for count in (2, 4))
     # One of four parts has no weight. The numbers are those of micro-batches in test_own_batches.py.
-    parts = [compute(island, each) for each in cut(test_own_batches.BATCH, 4)]
-    assert [each.weight for each in parts] == [1.0, 1.0, 1.0, 0.0]
-    metrics = update(island, parts, rate=0.5)
-    assert float(island.state.params["w"][0]) == pytest.approx(2.0)
-    assert metrics == pytest.approx({"loss": 14 / 3, "off": 2.0, "weight": 3.0, "grad_norm": 4.0})
+    for parts, weights in ((halves[::-1], [1.0, 2.0]), (quarters, [1.0, 1.0, 1.0, 0.0])):
+        assert [each.weight for each in parts] == weights
+        island.load({"w": np.zeros(1, np.float32)})
+        metrics = update(island, parts, rate=0.5)
+        assert float(island.state.params["w"][0]) == pytest.approx(2.0)
+        assert metrics == pytest.approx({"loss": 14 / 3, "off": 2.0, "weight": 3.0, "grad_norm": 4.0})
 
 
 def test_a_model_with_other_state_is_refused(make_island: MakeIsland) -> None:

@@ -16,7 +16,7 @@ from diloco_jax.runtime.island.threads import placed
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.training.data.corpus import Source, load_source
 from diloco_jax.training.data.order import SampleOrder
-from diloco_jax.training.data.sample import Sample, batch_shapes
+from diloco_jax.training.data.sample import Sample, Shapes, batch_shapes
 from diloco_jax.training.island import Island, StepHandle
 from diloco_jax.training.optimizers import learning_rate
 from diloco_jax.training.parts import PartSteps
@@ -150,7 +150,7 @@ class BuiltInLoop:
         self.batch_size = own.batch_size  # samples per step
         self.part_size = own.batch_size // config.islands.slices  # samples per part of a step
         self.prefetch = config.data.prefetch  # batches ahead
-        self.sample = source.train[0]
+        self._sample = source.train[0]
         # The learning rate of a step of the schedule.
         self.rate = learning_rate(config.optimizer, config.planned_steps)
         # The whole island, or this process's part of it.
@@ -171,7 +171,7 @@ class BuiltInLoop:
 
     def _read(self, config: RunConfig, source: Source) -> Feed:
         order = SampleOrder(source, config.data.shuffle_seed + config.seed)
-        feed = Feed(self.island, order, self.sample, self.prefetch, self.batch_size)
+        feed = Feed(self.island, order, self._sample, self.prefetch, self.batch_size)
         self._feeds[config.data.corpus] = feed, source.corpus
         return feed
 
@@ -184,7 +184,11 @@ class BuiltInLoop:
 
     def warm_up(self, batch_size: int = 0) -> None:
         """Compile the inner step, for `batch_size` samples if given; any thread may call it."""
-        self.island.warm_up(batch_shapes(self.sample, batch_size or self.batch_size))
+        self.island.warm_up(self.shapes(batch_size or self.batch_size))
+
+    def shapes(self, batch_size: int) -> Shapes:
+        """Return the shapes and dtypes of a batch of this many samples, by name."""
+        return batch_shapes(self._sample, batch_size)
 
     @cached_property
     def parts(self) -> PartSteps:
@@ -196,14 +200,14 @@ class BuiltInLoop:
         if self.part_size == self.batch_size:
             self.warm_up()
         else:
-            self.parts.warm_up(batch_shapes(self.sample, self.part_size))
+            self.parts.warm_up(self.shapes(self.part_size))
 
     def put_batch(self, ranges: Ranges, ahead: Ranges = ()) -> None:
         """Copy the samples of the next step to the devices, and start to read later ones; return at once."""
         self._feed.put(ranges, ahead)
 
-    def take(self) -> tuple[Batch, int]:
-        """Return the newest batch on the devices, and its first position in the global order."""
+    def take_batch(self) -> tuple[Batch, int]:
+        """Return the samples of `put_batch` on the devices, and the first one's position in the global order."""
         return self._feed.take()
 
     def waited_s(self) -> float:
@@ -212,7 +216,7 @@ class BuiltInLoop:
 
     def step(self, clock: int) -> StepHandle:
         """Dispatch one inner step on the newest batch, at this step of the schedule; return at once."""
-        batch, position = self.take()
+        batch, position = self.take_batch()
         return self.island.step(batch, self.rate(clock), position)
 
     def wait(self, handle: StepHandle) -> Mapping[str, float]:

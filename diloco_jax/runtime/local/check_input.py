@@ -27,6 +27,7 @@ from diloco_jax.training.data.tokenizer import has_tokenizer, open_tokenizer
 from diloco_jax.training.models.config import DECODER, MOE
 from diloco_jax.training.named import failure, is_ours
 from diloco_jax.training.optimizers import learning_rate
+from diloco_jax.training.parts import check_no_other_state
 from diloco_jax.training.sharding import MeshConfig
 from diloco_jax.transport.link import bucket_scheme, check_address, check_free, split_address
 from diloco_jax.transport.session.calls import cannot_listen
@@ -165,6 +166,8 @@ def _check_model(config: RunConfig) -> Blueprint:
     except Exception as error:
         # The user's model may raise anything.
         raise error if is_ours(error) else failure("model.module", config.model.module, error) from error
+    if config.islands.slices > 1:
+        check_no_other_state(blueprint)
     return blueprint
 
 

@@ -31,7 +31,16 @@ MAY_CHANGE = {"runs_dir", "trackers", "callbacks", "syncer", "checkpoints", "wat
 MAY_CHANGE_IN = {
     "data": ("evaluation", "prefetch", "tokenizer"),
     "model": ("weights",),
-    "islands": ("peak_tflops", "restarts_max", "restart_delay_s", "standby", "ray", "resources"),
+    "islands": (
+        "peak_tflops",
+        "restarts_max",
+        "restart_delay_s",
+        "standby",
+        "slices_least",
+        "straggler_s",
+        "ray",
+        "resources",
+    ),
     "train": ("eval_every", "eval_batches", "final_eval_batches", "eval_batch_size"),
 }
 LIMITS = ("train.steps", "train.tokens")

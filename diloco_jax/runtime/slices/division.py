@@ -5,26 +5,6 @@ Nothing here changes the result of a step: parts are added in their order, whoev
 
 from collections.abc import Collection, Mapping, Sequence
 
-Range = tuple[int, int]
-Ranges = tuple[Range, ...]
-
-
-def parts_of(ranges: Sequence[Range], size: int) -> tuple[Ranges, ...]:
-    """Cut the samples of a step into parts of `size` samples, in order; ValueError if that leaves a rest."""
-    parts, part, missing = [], list[Range](), size
-    for start, stop in ranges:
-        while start < stop:
-            end = min(stop, start + missing)
-            part.append((start, end))
-            missing -= end - start
-            start = end
-            if not missing:
-                parts.append(tuple(part))
-                part, missing = [], size
-    if part:
-        raise ValueError(f"a step of {sum(b - a for a, b in ranges)} samples cannot be cut into parts of {size}")
-    return tuple(parts)
-
 
 def owners_of(count: int, members: Sequence[int], had: Mapping[int, Collection[int]] = {}) -> tuple[int, ...]:
     """Return the member that computes each of `count` parts; members differ by at most one part where `had` allows it.
@@ -45,6 +25,6 @@ def owners_of(count: int, members: Sequence[int], had: Mapping[int, Collection[i
     return tuple(owners[part] for part in range(count))
 
 
-def bounds(size: int, count: int) -> list[Range]:
+def bounds(size: int, count: int) -> list[tuple[int, int]]:
     """Return the start and stop of each of `count` chunks of a gradient of `size` numbers."""
     return [(size * number // count, size * (number + 1) // count) for number in range(count)]

@@ -73,9 +73,7 @@ class Exchange:
                 message = Chunk(self.turn.change, self.turn.attempt, number, dict(part.metrics), part.weight)
                 yield Sending(self.turn.members[index], message, chunk.view(np.uint8).data)
 
-    def on_chunk(
-        self, part: int, metrics: Mapping[str, float], weight: float, chunk: np.ndarray
-    ) -> Iterator[Sending]:
+    def on_chunk(self, part: int, metrics: Mapping[str, float], weight: float, chunk: np.ndarray) -> Iterator[Sending]:
         """Take this member's chunk of a part; yield the mean once every part is here; ValueError if it cannot be."""
         start, stop = self._bounds[self._index]
         if self._index < 0 or not 0 <= part < len(self.turn.parts) or chunk.shape != (stop - start,):

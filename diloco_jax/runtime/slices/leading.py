@@ -19,10 +19,11 @@ import numpy as np
 
 from diloco_jax.core.layout import whole
 from diloco_jax.protocol.learner.machine import Learner
+from diloco_jax.runtime.island.built_in import batches_of
 from diloco_jax.runtime.island.host import DATA_WAIT, Ranges
 from diloco_jax.runtime.island.saved_states import Leaves, StateName
 from diloco_jax.runtime.island.threads import start_thread
-from diloco_jax.runtime.slices.division import owners_of, parts_of
+from diloco_jax.runtime.slices.division import owners_of
 from diloco_jax.runtime.slices.following import BEAT_S, POLL_S, VOTE_S, Chosen
 from diloco_jax.runtime.slices.member import Member
 from diloco_jax.runtime.slices.messages import (
@@ -164,9 +165,7 @@ class Leadership:
         self._committed = False
         return metrics
 
-    def _turn(
-        self, attempt: int, rate: float, parts: Sequence[Ranges], name: str, had: Mapping[int, set[int]]
-    ) -> Turn:
+    def _turn(self, attempt: int, rate: float, parts: Sequence[Ranges], name: str, had: Mapping[int, set[int]]) -> Turn:
         members = sorted({self.member.own, *self.members})
         owners = owners_of(len(parts), members, had)
         told = tuple(tuple((int(start), int(stop)) for start, stop in part) for part in parts)
@@ -289,7 +288,7 @@ class SlicedLoop:
 
     def step(self, clock: int) -> tuple[float, Sequence[Ranges]]:
         """Return what `wait` makes: the rate of this step of the schedule, and the parts."""
-        return self.rate(clock), parts_of(self._next, self._member.size)
+        return self.rate(clock), list(batches_of(self._next, self._member.size))
 
     def wait(self, handle: tuple[float, Sequence[Ranges]]) -> Mapping[str, float]:
         """Make the step with the other slices; return its metrics."""
@@ -316,7 +315,9 @@ class ForwardingIsland:
     def place(self, fragment: Any, values: Any) -> None:
         """Place nothing: the other slices need the values in CPU memory."""
 
-    def adopt(self, fragment: Any, values: Any, *, mode: Any = "overwrite", alpha: float = 0.0, sent: Any = None) -> None:
+    def adopt(
+        self, fragment: Any, values: Any, *, mode: Any = "overwrite", alpha: float = 0.0, sent: Any = None
+    ) -> None:
         flat = whole(fragment).flat(values)
         self._leadership.change(lambda change: Adopt(change, fragment.fragment_id, mode, alpha), flat)
         self._island.adopt(fragment, values, mode=mode, alpha=alpha, sent=sent)

@@ -1,7 +1,7 @@
 """One slice of an island: it computes its parts of a turn, exchanges them, and obeys the changes of the leader.
 
-Only the thread that steps uses it. A member has no timers: who waits for what, and for how long, is decided by who calls
-it (following.py, leading.py).
+Only the thread that steps uses it. A member has no timers: its callers decide who waits for what, and for how long
+(following.py, leading.py).
 """
 
 import json
@@ -97,7 +97,7 @@ class Member:
         for number, part in enumerate(missing):
             ahead = [each for later in missing[number + 1 :] for each in turn.parts[later]]
             self.loop.put_batch(turn.parts[part], ahead)
-            batch, position = self.loop.take()
+            batch, position = self.loop.take_batch()
             self._parts[part] = self.steps.take(self.steps.gradient(batch, position))
             self._send(exchange.add(part, self._parts[part]))
 

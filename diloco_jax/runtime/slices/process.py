@@ -106,9 +106,7 @@ class SliceProcess:
         """Be the island's learner with the other slices; return the exit status."""
         islands, ended = self._config.islands, threading.Event()
         log.info(f"slice {self._place.own} leads {self._learner_id} in term {chosen.term}")
-        leadership = Leadership(
-            self._member, chosen, islands.slices_least, islands.straggler_s, self._stop.is_set
-        )
+        leadership = Leadership(self._member, chosen, islands.slices_least, islands.straggler_s, self._stop.is_set)
         hurry = threading.Event()
         start_thread(lambda: self._hurry(hurry, ended), "hurry", daemon=True)
         try:
@@ -120,7 +118,7 @@ class SliceProcess:
                     self._config, self._learner_id, incarnation, self._address, self._run_dir, pulse, None, kept
                 )
                 loop = SlicedLoop(leadership)
-                run = LearnerRun(joining, hurry, make_loop=lambda *_: loop)  # type: ignore[arg-type,return-value]
+                run = LearnerRun(joining, hurry, make_loop=lambda *_: loop)  # type: ignore[arg-type]
                 loop.machine = run.joined.machine
                 reason = run.run()
         except SliceLost as error:
@@ -143,4 +141,3 @@ class SliceProcess:
                 if not ended.wait(HAND_OVER_S):
                     hurry.set()
                 return
-

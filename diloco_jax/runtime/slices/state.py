@@ -1,4 +1,4 @@
-"""Whole states of a slice in CPU memory: the copy that a new leader goes back to, and the one that a slice returns with.
+"""Whole states of a slice in CPU memory: what a new leader goes back to, and what a slice returns with.
 
 A state has no file and no checkpoint: it goes from the devices to memory, and from there to the devices of this slice,
 or in parts to those of another one.

@@ -17,7 +17,8 @@ import numpy as np
 from diloco_jax.core import codec
 from diloco_jax.protocol.corpora import THE_RUNS, OwnCorpus
 from diloco_jax.runtime.island.adoptions import Adoptions
-from diloco_jax.runtime.island.built_in import BuiltInLoop
+from diloco_jax.runtime.island.built_in import BuiltInLoop, batches_of, count
+from diloco_jax.runtime.island.host import Ranges
 from diloco_jax.settings.fingerprint import own_corpus
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig
@@ -27,6 +28,7 @@ from diloco_jax.training.data.config import OwnDataConfig
 from diloco_jax.training.exchange.outgoing import HeldFragment
 from diloco_jax.training.island import Island
 from diloco_jax.training.optimizers import learning_rate
+from diloco_jax.training.parts import PartSteps, mean_chunk, mean_metrics
 from diloco_jax.training.state import TrainState
 from diloco_jax.training.whole_state.layout import StateArrays
 
@@ -56,6 +58,10 @@ class Trainer:
         self._sequences = sequences
         # The sizes of batches with a compiled program.
         self._compiled: set[int] = set()
+        # One slice computes the parts of all, with the same bits.
+        self._parts = loop.parts if config.islands.slices > 1 else None
+        # The samples of a part of the incarnation that advances.
+        self._part_size = 0
         self._shardings = jax.tree.map(lambda leaf: leaf.sharding, self.island.state)
         self._first = jax.device_get(self.island.state)
         # The settings for adopting global values.
@@ -82,6 +88,7 @@ class Trainer:
           ValueError: the config names another corpus for this island, or the corpus was changed since.
         """
         name = incarnation.learner_id
+        self._part_size = self._config.island(name).batch_size // self._config.islands.slices
         config = self._reading(name, told.corpus)
         remedy = f"say where it is: --data {told.corpus or 'CORPUS'}=PATH"
         if config.data.corpus != told.corpus:
@@ -108,14 +115,35 @@ class Trainer:
     def step(self, entry: learner_tapes.TapedStep) -> float:
         """Repeat an inner step on the island; return its loss."""
         ranges = [(start * self._sequences, stop * self._sequences) for start, stop in entry.ranges]
-        size = sum(stop - start for start, stop in ranges)
+        self.steps += 1
+        if self._parts is not None:
+            return self._step_in_parts(self._parts, ranges, entry.clock)
+        size = count(ranges)
         # A learner compiles its step in the same way, which gives the same program.
         if size not in self._compiled:
             self._compiled.add(size)
             self._loop.warm_up(size)
         self._loop.put_batch(ranges)
-        self.steps += 1
         return self._loop.wait(self._loop.step(entry.clock))["loss"]
+
+    def _step_in_parts(self, steps: PartSteps, ranges: Ranges, clock: int) -> float:
+        """Repeat an inner step of an island of several slices; return its loss."""
+        if not count(ranges) or count(ranges) % self._part_size:
+            raise ValueError(
+                f"a step on the tape has {count(ranges)} samples, which are not parts of {self._part_size}; replay "
+                "with the islands.slices and batch size of the run"
+            )
+        if self._part_size not in self._compiled:
+            self._compiled.add(self._part_size)
+            steps.warm_up(self._loop.shapes(self._part_size))
+        parts = []
+        for samples in batches_of(ranges, self._part_size):
+            self._loop.put_batch(samples)
+            parts.append(steps.take(steps.gradient(*self._loop.take_batch())))
+        weights = [part.weight for part in parts]
+        metrics = mean_metrics([part.metrics for part in parts], weights)
+        mean = mean_chunk([part.flat for part in parts], weights)
+        return self.island.wait(steps.apply(mean, self._loop.rate(clock), metrics))["loss"]
 
 
 class OtherIncarnations(Protocol):

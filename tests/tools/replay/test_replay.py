@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.core.fragments import take
+from diloco_jax.protocol.corpora import THE_RUNS
 from diloco_jax.protocol.effects import Contribution, Merge
 from diloco_jax.protocol.releases import OtherRelease
 from diloco_jax.runtime.model.evaluation import Evaluator
@@ -34,6 +35,7 @@ from diloco_jax.tools.replay.script import (
     fingerprint_of,
     read_script,
 )
+from diloco_jax.training.parts import Part, PartSteps
 from tests.runtime.helpers import SMALL, merged
 from tests.runtime.taped_pair import TapedPair
 
@@ -296,6 +298,36 @@ def trainer(tmp_path_factory: pytest.TempPathFactory, quick_compiler: None) -> T
     config = config_of(TapedPair(tmp_path_factory.mktemp("trainer")), wire={"up": "int8"}, adopt={"mode": "rebase"})
     model = Evaluator(config)
     return Trainer(resolve(config, model.shapes, model.kinds))
+
+
+@pytest.mark.long
+def test_a_step_of_slices_is_repeated_in_parts(tmp_path: Path) -> None:
+    config = config_of(TapedPair(tmp_path), islands={"slices": 2})
+    model = Evaluator(config)
+    trainer = Trainer(resolve(config, model.shapes, model.kinds))
+    trainer.read(LearnerIncarnation("island-0", 1), THE_RUNS)
+    loss = trainer.step(TapedStep(1, 9, ((0, 1), (5, 8)), None))
+    # A slice was missing, and the batch had shrunk to one part.
+    shrunk = trainer.step(TapedStep(2, 10, ((8, 10),), None))
+    replayed = trainer.island.parameters()
+
+    island, loop = trainer.island, trainer._loop
+    island.state = trainer.fresh()
+    start, steps = island.parameters(), PartSteps(island)
+
+    def part(*ranges: tuple[int, int]) -> Part:
+        loop.put_batch(ranges)
+        return steps.take(steps.gradient(*loop.take_batch()))
+
+    first, second = part((0, 1), (5, 6)), part((6, 8))
+    island.wait(steps.apply((first.flat + second.flat) / np.float32(2), loop.rate(9), {}))
+    assert loss == np.float32(first.metrics["loss"] + second.metrics["loss"]) / np.float32(2)
+    third = part((8, 10))
+    island.wait(steps.apply(third.flat, loop.rate(10), {}))
+    assert shrunk == third.metrics["loss"]
+    assert digest_of(island.parameters()) == digest_of(replayed) != digest_of(start)
+    with pytest.raises(ValueError, match=r"has 3 samples, which are not parts of 2; replay with the islands\.slices"):
+        trainer.step(TapedStep(3, 11, ((0, 3),), None))
 
 
 @pytest.mark.parametrize("mode", ["overwrite", "blend", "rebase"])
