@@ -175,9 +175,12 @@ class Outline:
         return self._whole(self.steps[local_step - 1], what)
 
     def lines_of_copy(self, local_step: int, what: str) -> list[int]:
-        """Return the lines of copies of the state after a local step; ValueError if there is none."""
+        """Return the lines of copies of the state after a local step; ValueError if the tape ends before it.
+
+        No line tells of the state that another slice of the island kept in memory: it is that of the step's line.
+        """
         if local_step not in self.copied:
-            raise ValueError(f"{self.path} has no copy of the state after local step {local_step}, which {what} loaded")
+            self.copied[local_step] = [self.line_of(local_step, what)]
         return [self._whole(line, what) for line in self.copied[local_step]]
 
     def _whole(self, line: int, what: str) -> int:

@@ -245,6 +245,8 @@ class Replica:
                 self._world.on_loss(self.incarnation, entry, loss)
                 for fragment_id in sorted(self._stage_at.get(entry.local_step, ())):
                     self._stage(fragment_id, entry.local_step)
+                if self._need.steps[entry.local_step - 1] in self._need.copied.get(entry.local_step, ()):
+                    self._copy(entry.local_step)
             case learner_tapes.TookValue((fragment_id, version, _) as name, merged_round):
                 self._versions[fragment_id] = version
                 self._adoptions.unstage_all(fragment_id)
@@ -256,10 +258,13 @@ class Replica:
                 self._enter()
                 self._trainer.island.load_state(state, [self._trainer.fragments[p] for p in entry.fragments])
             case learner_tapes.Copied(local_step) if self._need.copies[local_step]:
-                copy = (dict(self._versions), self._trainer.island.stage_state().value())
-                self._copies.setdefault(local_step, []).append(copy)
+                self._copy(local_step)
             case learner_tapes.SentValue():
                 self._adoptions.take_for_round(*entry)
+
+    def _copy(self, local_step: int) -> None:
+        copy = (dict(self._versions), self._trainer.island.stage_state().value())
+        self._copies.setdefault(local_step, []).append(copy)
 
     def _stage(self, fragment_id: int, local_step: int) -> None:
         island = self._trainer.island
