@@ -248,7 +248,7 @@ class Mirror:
         Raises:
             ValueError: A later process leads the run, and may have replaced the copy; or there is no copy.
         """
-        # A leader claims the run before it deletes the copy. So if the copy is gone by now, its claim is seen after that.
+        # A leader claims the run before it deletes the copy, so its claim is seen after a look that misses the copy.
         copied = self._newest(lost) is not None
         newest = self._bucket.leader()
         if newest is not None and newest.epoch > lost + 1:
