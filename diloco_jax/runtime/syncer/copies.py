@@ -248,10 +248,12 @@ class Mirror:
         Raises:
             ValueError: A later process leads the run, and may have replaced the copy; or there is no copy.
         """
+        # A leader claims the run before it deletes the copy, so its claim is seen after a look that misses the copy.
+        copied = self._newest(lost) is not None
         newest = self._bucket.leader()
         if newest is not None and newest.epoch > lost + 1:
             raise ValueError("another process has become the run's syncer meanwhile")
-        if self._newest(lost) is None:
+        if not copied:
             raise ValueError("the run has no copy of a tape in its bucket; set syncer.standby for its syncer")
 
     def _fetch_files(self) -> None:

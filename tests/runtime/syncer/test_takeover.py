@@ -5,6 +5,7 @@ between any two of them for as long as others like. Checked: of each epoch there
 leader continues has every line whose effect any earlier leader has let out, before or after the takeover.
 """
 
+import itertools
 import random
 import threading
 from collections.abc import Callable
@@ -178,6 +179,33 @@ def copied(bucket: Bucket, folder: Path) -> str:
     folder.mkdir()
     Mirror(bucket, folder).finish(1, threading.Event())
     return (folder / "tape.jsonl").read_text()
+
+
+@pytest.mark.parametrize("moment", range(9))
+def test_a_standby_that_is_overtaken_at_any_moment_finds_the_copy_or_the_later_leader(
+    moment: int, tmp_path: Path
+) -> None:
+    """Epoch 3 replaces the copy of epoch 1 before one store operation of epoch 2, which is reading it."""
+    config = TransportConfig(address=f"memory://{tmp_path}")
+    bucket, other, folder = Bucket(config), Bucket(config), tmp_path / "third"
+    folder.mkdir()
+    first = TapeCopy(other, other.lead(1, "run", "id"))
+    first.begin(tmp_path)
+    first(0, b"a\n")
+    other.lead(2, "run", "id")
+    operations = itertools.count()
+
+    def overtake() -> None:
+        if next(operations) == moment:
+            (folder / "tape.jsonl").write_text(copied(other, tmp_path / "fourth"))
+            TapeCopy(other, other.lead(3, "run", "id")).begin(folder)
+
+    bucket.store = SlowStore(bucket.store, overtake)  # type: ignore[assignment]
+    try:
+        assert copied(bucket, tmp_path / "standby") == "a\n"
+    except ValueError as error:
+        assert "another process has become the run's syncer" in str(error)
+    assert next(operations) > moment, "the standby was never overtaken"
 
 
 def test_what_an_ended_run_left_is_not_a_part_of_a_copy(tmp_path: Path) -> None:
