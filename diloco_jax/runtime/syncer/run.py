@@ -230,12 +230,13 @@ class SyncerDriver:
 
     def _serve_subscribers(self, answers: Answers) -> None:
         for name, message in answers:
-            payload: bytes | memoryview = b""
             if isinstance(message, messages.GlobalFragment):
-                payload = self._model.payload(message.fragment_id)
-            elif isinstance(message, messages.Refuse):
+                self.listener.send_version(f"{SUBSCRIBER}{name}", message, self._version(message))
+                continue
+            if isinstance(message, messages.Refuse):
                 REFUSALS.tell(f"{SUBSCRIBER}{name}", message.reason)
-            self.listener.send(f"{SUBSCRIBER}{name}", message, payload)
+            self.listener.send(f"{SUBSCRIBER}{name}", message)
+        self._sent = _NOTHING_SENT
 
     def _on_merged(self, order: effects.Merge, merged: Merged) -> None:
         for learner_id, reason in sorted(merged.excluded.items()):

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.runtime.records.files import ISLANDS_FILE
+from diloco_jax.runtime.records.files import CHECKPOINTS, ISLANDS_FILE
 from diloco_jax.runtime.records.tape_file import TapeStopped
+from diloco_jax.runtime.syncer import copies
 from diloco_jax.runtime.syncer.copies import Mirror, TapeCopy
 from diloco_jax.runtime.syncer.island_numbers import IslandNumbers
 from diloco_jax.runtime.syncer.leading import begin_to_lead
@@ -254,3 +255,30 @@ def test_a_new_number_of_an_island_is_in_the_copy_before_anybody_has_it(tmp_path
     for name in ("a", "b"):
         assert numbers.number_of(name)
         assert bucket.read(f"{names.copy(1)}{ISLANDS_FILE}", 999) == (tmp_path / ISLANDS_FILE).read_bytes()
+
+
+def test_the_files_of_a_snapshot_share_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "PIECE_BYTES", 10)
+    monkeypatch.setattr(copies, "SNAPSHOT_LOOK_S", 0.0)
+    bucket = Bucket(TransportConfig(address=f"memory://{tmp_path}"))
+    copy = TapeCopy(bucket, bucket.lead(1, "run", "id"))
+    copy(0, b"a\n")
+    copy.begin(tmp_path / "nothing")
+    contents = {"a": b"123456", "b/c": b"", "b/d": b"789012345678901234567", "e": b"x"}
+    snapshot = tmp_path / "run" / CHECKPOINTS / "step_00000012"
+    for name, content in contents.items():
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).write_bytes(content)
+    copy.copy_snapshot(snapshot)
+    # 28 bytes are three pieces, and the manifest.
+    assert len(bucket.store.list(names.SNAPSHOT)) == 4
+    mirror = Mirror(bucket, tmp_path / "standby")
+    mirror.run_dir.mkdir()
+    mirror.refresh(1)
+    found = tmp_path / "standby" / CHECKPOINTS / "step_00000012"
+    assert {str(each.relative_to(found)): each.read_bytes() for each in found.rglob("*") if each.is_file()} == contents
+    # A piece that is gone makes the standby keep what it has.
+    copy.copy_snapshot(snapshot.rename(snapshot.with_name("step_00000013")))
+    bucket.store.delete([f"{names.snapshot(13, 1)}{1:012}"])
+    mirror.refresh(1)
+    assert [each.name for each in found.parent.iterdir() if each.name.startswith("step")] == ["step_00000012"]

@@ -89,7 +89,7 @@ def test_a_message_to_a_session_that_ends_meanwhile_holds_no_version(ends: Ends,
     session = listener._heard["a"]
     session.fail("over")
     assert not listener.send_version("a", VERSION, Whole(b"abc"))
-    shared = next(iter(listener._shared.values()))
+    shared = next(iter(listener._shared.values()))[b""]
     assert comes_true(lambda: shared._holders == 1)
 
 
