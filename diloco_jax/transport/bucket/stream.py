@@ -34,7 +34,7 @@ class Shared:
     """A payload for several sessions: it is written once, and deleted when the last one has fetched it.
 
     Sharing shows nobody more than separate objects do. The object is sealed like all others (store/seal.py), under a
-    nonce of its own and with its name authenticated, so one name never has two contents. Everyone who may read it has
+    separate nonce and with its name authenticated, so one name never has two contents. Everyone who may read it has
     the run's token, and may read every object. The name is a number and says nothing about the content, as a digest
     would: the owner of the store could compare that with the digest of a guess.
 

@@ -106,7 +106,7 @@ def test_objects_and_looks_are_those_of_a_simulation(
         islands=1,
     )
     island, syncer = requests(traffic)
-    up, down = 1.25 / step_s + 1 / round_s, 2 / round_s
+    up, down = 1.25 / step_s + 1 / round_s, (2 - 0.5 * min(1.0, poll_s / round_s)) / round_s
     for said, heard, writer, reader, others in (
         (up, down, island, syncer, 1 / (poll_s + request_s) + 2 / 5.0),
         (down, up, syncer, island, 0.0),
@@ -120,9 +120,12 @@ def test_objects_and_looks_are_those_of_a_simulation(
 
 
 def test_counts_of_a_run_by_hand() -> None:
-    """Reports every 2 s, heartbeats every 4 s and values every 8 s; the syncer says 2 things in 8 s, and idle steps."""
+    """Reports every 2 s, heartbeats every 4 s and values every 8 s; the syncer says 2 things in 8 s, and idle steps.
+
+    In half of the cases one island is the last of two rounds, and in an eighth of these they share a poll.
+    """
     island, syncer = requests(replace(TRAFFIC, idle_steps=1.0))
-    up, down, rounds = 7 / 8 * DAY_S, 3 / 8 * DAY_S, DAY_S / 8
+    up, down, rounds = 7 / 8 * DAY_S, (3 - 1 / 16) / 8 * DAY_S, DAY_S / 8
     assert island == RequestCounts(
         puts=up + rounds,
         gets=down + rounds,
@@ -163,7 +166,7 @@ def test_every_host_has_a_session_and_its_part_of_a_payload() -> None:
     assert four.puts - one.puts == pytest.approx(3 * (2 + 1) / 8 * DAY_S) and four.misses == 4 * one.misses
     assert four.sent_bytes - one.sent_bytes == pytest.approx(3 * 2 / 8 * DAY_S * OBJECT_BYTES)
     # Two messages for each leader, one for each further host, and one payload for the equal hosts of all islands.
-    assert syncer.puts == pytest.approx((3 * 2 / 8 + 9 / 8 + 4 / 8 + 1 / 5) * DAY_S)
+    assert syncer.puts == pytest.approx((3 * (2 - 1 / 16) / 8 + 9 / 8 + 4 / 8 + 1 / 5) * DAY_S)
 
 
 def test_a_standby_costs_two_requests_for_each_input_with_effects_and_reads_what_is_copied() -> None:
