@@ -28,9 +28,10 @@ HOPS = 3
 PAYLOAD_HOPS = 2
 # Bytes of an object beside payloads: a batch with one report, and its seal. Measured, tests/tools/plan/test_bucket.py.
 OBJECT_BYTES = 150
-# The syncer reads once per poll, so a version and the pull of a later round share an object in poll / round of the
-# cases in which one island is the last of both. This is the share of such cases. It depends on the phases of the polls:
-# of three runs with two and four islands and rounds of 1.1 s at a poll of 0.5 s, 24 %, 46 % and 57 % of the pulls did.
+# The syncer reads once per poll. If one island is the last of two rounds, the version of the first and the pull of the
+# second share an object with the probability poll / round. This is the share of such rounds. It depends on the phases
+# of the polls: in three runs with two and four islands, rounds of 1.1 s and a poll of 0.5 s, 24 %, 46 % and 57 % of the
+# pulls shared an object.
 SAME_LAST = 0.5
 # Inputs of a round whose effects leave the syncer: the report that closes it, the last value, and the merge. Each of
 # them, and each global step without a round, is copied for a standby before.
