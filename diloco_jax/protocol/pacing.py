@@ -59,11 +59,12 @@ class ProtocolConfig:
     compiles. Raise it if working islands count as lost; rounds then wait longer for an island that hangs."""
     heartbeat_s: float = 2.0
     """Seconds between two heartbeats of a learner, at most half of silence_s. Lower it together with silence_s if a
-    hanging island must be noticed sooner. Each heartbeat is a small message to the syncer."""
+    hanging island must be noticed sooner. Each heartbeat is a small message to the syncer, and a write to a bucket:
+    raise it if steps are long and requests cost too much."""
     resend_s: float = 2.0
     """Seconds until a request without an answer (hello, pull) is repeated. A round that keeps the next one from opening
     then ends without the missing values, and their islands are asked less often. Raise it if answers take longer than
-    this."""
+    this. Through a bucket it is at least four times transport.poll_s."""
     pull_timeout_s: float = 30.0
     """Seconds that a round waits for a requested value at most; then it merges without that value. A round that keeps
     the next one from opening waits less (resend_s). Raise it if a fragment takes longer than this on a slow link,

@@ -31,6 +31,9 @@ class ResolvedRun:
     def of_plan(cls, config: RunConfig, plan: FragmentPlan) -> "ResolvedRun":
         """Fit a config to a model that is cut already."""
         protocol = config.protocol.with_fragments(plan.counts)
+        # A request that is repeated before its answer can be there brings every value twice.
+        if protocol.resend_s < config.transport.answer_s:
+            protocol = replace(protocol, resend_s=config.transport.answer_s)
         return cls(config if protocol is config.protocol else replace(config, protocol=protocol), plan)
 
     def fewer_fragments(self, asked: int) -> str:

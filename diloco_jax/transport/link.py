@@ -239,6 +239,14 @@ class TransportConfig:
             )
 
     @property
+    def answer_s(self) -> float:
+        """Return the seconds until an answer may have come through a bucket, besides its requests; 0 for host:port.
+
+        A request and its answer each wait up to a poll to be written, and up to another one to be read.
+        """
+        return 4 * self.poll_s if bucket_scheme(self.address) else 0.0
+
+    @property
     def encrypted(self) -> bool:
         """Tell whether connections are encrypted and both sides are known by their certificates."""
         return bool(self.tls_ca)

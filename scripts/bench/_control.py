@@ -100,7 +100,7 @@ class Stubs:
         run = resolve(self.config, TinyModel.shapes, TinyModel.kinds)
         self.fingerprint = run.fingerprint("")
         self.address, self.step_s = address, step_s
-        self.payloads = _payloads(self.config, run.plan)
+        self.payloads = payloads_of(self.config, run.plan)
         self.names = [f"stub-{number:03d}" for number in range(learners)]
 
     async def run(self) -> None:
@@ -217,7 +217,7 @@ class _Stub:
             await self.bulk.drain()
 
 
-def _payloads(config: RunConfig, plan: FragmentPlan) -> list[bytes]:
+def payloads_of(config: RunConfig, plan: FragmentPlan) -> list[bytes]:
     rng = np.random.default_rng(0)
     return [
         codec.encode(

@@ -55,6 +55,7 @@ SMALLEST = [
     Bench("lock", "--bytes 8388608 --runs 1 --json", results=4),
     Bench("scaling", "--learners 2 4 --elements 65536 --rounds 1 --runs 1 --json", results=8),
     Bench("scaling", "--control 2 --seconds 1 --step-s 0.2 --runs 1 --json", results=5),
+    Bench("sites", "--learners 2 --rounds 2 --step-s 0.2 --runs 1 --json", results=9),
     Bench("tape", "--seconds 60 --json", results=13),
     Bench("transport", "--stripes 1 2 --payload-mb 1 --payloads 2 --runs 1 --json", results=2),
     Bench("cold", "--runs 1 --steps 24 --at 12 --json", (*SMALL_JOB, *TWO_ISLANDS)),

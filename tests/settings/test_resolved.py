@@ -12,6 +12,7 @@ from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.settings.fingerprint import fingerprint
 from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.transport.link import TransportConfig
 
 LAYER = {"q": (64, 64), "k": (64, 32), "v": (64, 32), "out": (64, 64), "up": (64, 256), "gate": (64, 256)}
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -51,6 +52,16 @@ def test_one_period_cuts_as_ever() -> None:
     same = replace(config, protocol=replace(config.protocol, sync_every={"mlp": 12, "rest": 12}))
     assert resolved(same).plan == plan
     assert not run.fewer_fragments(12)
+
+
+@pytest.mark.parametrize(("poll_s", "resend_s"), [(0.25, 2.0), (0.5, 2.0), (2.0, 8.0)])
+def test_no_request_is_repeated_before_its_answer_can_have_passed_a_bucket(poll_s: float, resend_s: float) -> None:
+    config = replace(config_of(), transport=TransportConfig(address="s3://runs/x", poll_s=poll_s))
+    assert config.protocol.resend_s == 2.0
+    run = resolved(config)
+    assert run.config.protocol.resend_s == resend_s and resolved(run.config).config is run.config
+    there = replace(config.transport, address="host:1")
+    assert resolved(replace(config, transport=there)).config.protocol.resend_s == 2.0
 
 
 def test_fewer_fragments_than_asked_are_told() -> None:

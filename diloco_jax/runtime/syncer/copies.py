@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +103,8 @@ class TapeCopy:
         try:
             files = [each for each in sorted(path.rglob("*")) if each.is_file()]
             manifest: list[tuple[str, int]] = [(str(each.relative_to(path)), each.stat().st_size) for each in files]
-            count = 0
-            for name, _ in manifest:
-                with (path / name).open("rb") as file:
-                    while piece := file.read(PIECE_BYTES):
-                        self._bucket.write(f"{prefix}{count:012}", piece)
-                        count += 1
+            for count, piece in enumerate(_pieces(files)):
+                self._bucket.write(f"{prefix}{count:012}", piece)
             self._bucket.write(f"{prefix}{names.MANIFEST}", json.dumps(manifest).encode())
             self.copy_files(path.parent.parent)
             self._prune()
@@ -248,10 +244,12 @@ class Mirror:
         Raises:
             ValueError: A later process leads the run, and may have replaced the copy; or there is no copy.
         """
+        # A leader claims the run before it deletes the copy, so its claim is seen after a look that misses the copy.
+        copied = self._newest(lost) is not None
         newest = self._bucket.leader()
         if newest is not None and newest.epoch > lost + 1:
             raise ValueError("another process has become the run's syncer meanwhile")
-        if self._newest(lost) is None:
+        if not copied:
             raise ValueError("the run has no copy of a tape in its bucket; set syncer.standby for its syncer")
 
     def _fetch_files(self) -> None:
@@ -281,20 +279,36 @@ class Mirror:
 
     def _fetch_files_of(self, prefix: str, manifest: Any, draft: Path) -> bool:
         """Write the files of a snapshot; False if a piece is gone, because a newer snapshot has replaced it."""
-        count = 0
+        count, waiting = 0, memoryview(b"")
         for name, size in manifest:
             path = (draft / str(name)).resolve()
             if not path.is_relative_to(draft.resolve()):
                 raise ValueError(f"a snapshot has a file {str(name)[:80]!r} outside of it")
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
-                while file.tell() < size:
-                    piece = self._bucket.read(f"{prefix}{count:012}", PIECE_BYTES)
-                    if not piece:
+                while (missing := size - file.tell()) > 0:
+                    if not waiting:
+                        waiting = memoryview(self._bucket.read(f"{prefix}{count:012}", PIECE_BYTES) or b"")
+                        count += 1
+                    if not waiting:
                         return False
-                    file.write(piece)
-                    count += 1
+                    file.write(waiting[:missing])
+                    waiting = waiting[missing:]
         return True
+
+
+def _pieces(files: Sequence[Path]) -> Iterator[bytes]:
+    """Yield the bytes of all files, one after the other, in pieces: a snapshot has hundreds of small files."""
+    waiting = bytearray()
+    for path in files:
+        with path.open("rb") as file:
+            while read := file.read(PIECE_BYTES - len(waiting)):
+                waiting += read
+                if len(waiting) == PIECE_BYTES:
+                    yield bytes(waiting)
+                    waiting.clear()
+    if waiting:
+        yield bytes(waiting)
 
 
 def _all(bucket: Bucket, prefix: str) -> list[str]:

@@ -3,7 +3,7 @@
 import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diloco_jax.runtime.records.telemetry import write_json
@@ -21,10 +21,12 @@ class IslandNumbers:
     Args:
         path: The file; it is written when an island gets a number.
         names: Names of the config's islands, which get their place in this order while it is free.
+        on_given: Is called when the file has a new number, before anybody gets it.
     """
 
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
+    def __init__(self, path: Path, names: Sequence[str], on_given: Callable[[], object] = lambda: None) -> None:
         self._path = path
+        self._on_given = on_given
         self._places = {name: number for number, name in enumerate(names, start=1)}
         self._lock = threading.Lock()
         self._given = _read(path)
@@ -42,6 +44,7 @@ class IslandNumbers:
                     write_json(self._path, self._given)
                 except OSError as error:
                     log.warning(f"{self._path} cannot be written ({error}); a restarted syncer may give other numbers")
+                self._on_given()
             return self._given[learner_id]
 
 

@@ -44,10 +44,10 @@ class Leading:
 
 
 def begin_to_lead(config: RunConfig, run_dir: Path, stop: threading.Event) -> Leading | None:
-    """Claim the run's bucket, and begin its copy; None if the address is none.
+    """Claim the run's bucket, and begin its copy; None if the address is none, or `stop` was set before.
 
     Raises:
-        ValueError: Another process leads the run or has continued it, the bucket has another run, or `stop` was set.
+        ValueError: Another process leads the run or has continued it, or the bucket has another run.
     """
     if not bucket_scheme(config.transport.address):
         return None
@@ -66,7 +66,8 @@ def begin_to_lead(config: RunConfig, run_dir: Path, stop: threading.Event) -> Le
             stop.wait(AGAIN_S)
     if term is not None:
         term.close()
-    raise ValueError("stopped before the bucket answered")
+    log.info("stopped before the bucket answered")
+    return None
 
 
 def _check_history(bucket: Bucket, run_dir: Path, place: str) -> None:

@@ -56,7 +56,7 @@ from diloco_jax.runtime.syncer.subtraction import Subtraction
 from diloco_jax.runtime.syncer.watch import Watch
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.link import SUBSCRIBER, Delivery
+from diloco_jax.transport.link import SUBSCRIBER, Delivery, bucket_scheme
 from diloco_jax.transport.session.listener import Listener
 from diloco_jax.transport.session.operator_requests import ADMIT, BAN, OperatorRequest
 from diloco_jax.transport.session.refusals import REFUSALS
@@ -230,12 +230,13 @@ class SyncerDriver:
 
     def _serve_subscribers(self, answers: Answers) -> None:
         for name, message in answers:
-            payload: bytes | memoryview = b""
             if isinstance(message, messages.GlobalFragment):
-                payload = self._model.payload(message.fragment_id)
-            elif isinstance(message, messages.Refuse):
+                self.listener.send_version(f"{SUBSCRIBER}{name}", message, self._version(message))
+                continue
+            if isinstance(message, messages.Refuse):
                 REFUSALS.tell(f"{SUBSCRIBER}{name}", message.reason)
-            self.listener.send(f"{SUBSCRIBER}{name}", message, payload)
+            self.listener.send(f"{SUBSCRIBER}{name}", message)
+        self._sent = _NOTHING_SENT
 
     def _on_merged(self, order: effects.Merge, merged: Merged) -> None:
         for learner_id, reason in sorted(merged.excluded.items()):
@@ -409,7 +410,8 @@ class SyncerRun:
             last_act: is called if a signal ends this process before it has begun or resumed the run.
 
         Returns:
-            The summary; an empty one if the run of a standby ended before it took over.
+            The summary; an empty one if it was stopped before it led the run in its bucket, or the run of a standby
+            ended before it took over.
 
         Raises:
             ValueError: the address is in use or not allowed, the tape belongs to another process, or the folder has
@@ -422,7 +424,7 @@ class SyncerRun:
     def _run(self, last_act: Callable[[], object]) -> dict[str, Any]:
         config, run_dir, stop, machine = self._config, self._run_dir, self._stop, self._machine
         leading = self._lead()
-        if self._standby and leading is None:
+        if leading is None and bucket_scheme(config.transport.address):
             return {}
         mode = mode_of(run_dir, rewind=self._rewind)
         copy = None if leading is None else leading.copy
@@ -449,7 +451,8 @@ class SyncerRun:
             tape.flush()
             watch.begins(mode)
             lingers = mode == FAILOVER and machine.over
-            numbers = IslandNumbers(run_dir / ISLANDS_FILE, config.islands.names)
+            # A standby that takes over must give every island the number that it has.
+            numbers = IslandNumbers(run_dir / ISLANDS_FILE, config.islands.names, lambda: copy_files(copy, run_dir))
             description = self._description._replace(began_unix_s=clock.began_unix_s)
             about = self._fingerprint, description, numbers.number_of, machine.run
             start = SyncerStart(mode, machine.epoch, stop, *about, leading)
@@ -490,7 +493,7 @@ class SyncerRun:
         return summary
 
     def _lead(self) -> Leading | None:
-        """Claim the run's bucket, as a standby once its syncer is lost; None without a bucket, or if the run ended."""
+        """Claim the run's bucket, as a standby once its syncer is lost; None without a bucket, or if that is over."""
         if not self._standby:
             return begin_to_lead(self._config, self._run_dir, self._stop)
         self._pulse.phase("standing by")

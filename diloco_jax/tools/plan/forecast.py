@@ -24,8 +24,8 @@ from diloco_jax.sim.goodput.hardware import Hardware
 from diloco_jax.sim.goodput.methods import Cell, Wan, expected
 from diloco_jax.sim.goodput.settings import YEAR_S
 from diloco_jax.tools.budget.memory import moments_on_host
-from diloco_jax.tools.budget.needs import link_needs, syncer_needs
-from diloco_jax.tools.plan.bucket import BucketTraffic, request_figures
+from diloco_jax.tools.budget.needs import link_needs, syncer_memory, syncer_needs
+from diloco_jax.tools.plan.bucket import BucketTraffic, CopiedSnapshots, request_figures
 from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case, changed
 from diloco_jax.tools.plan.growth import growth
 from diloco_jax.tools.plan.prices import prices
@@ -271,17 +271,34 @@ def bucket_traffic(case: Case) -> BucketTraffic:
         [size for size, n in zip(sizes, turns, strict=True) for _ in range(n)]
         for sizes in (needs.up_bytes, needs.down_bytes)
     )
+    rounds, hosts = case.rounds(), [kind.outline.kind.island.hosts for kind in case.kinds]
+    made = rounds.utilisation(case.usable_gbit_per_s())
+    # In lockstep an island waits for every round.
+    step_s, round_s = rounds.step_s if rounds.overlap_steps else rounds.step_s / made, rounds.due_s / made
+    idle = rounds.sync_every / rounds.num_fragments - 1
     return BucketTraffic(
         poll_s=transport.poll_s,
         keepalive_s=transport.keepalive_s,
+        heartbeat_s=case.config.protocol.heartbeat_s,
         request_s=case.request_s,
         islands=case.learners,
-        hosts=max(kind.outline.kind.island.hosts for kind in case.kinds),
-        step_s=case.step_s,
-        due_s=case.rounds().due_s,
+        hosts=max(hosts),
+        step_s=step_s,
+        round_s=round_s,
+        idle_steps=idle,
         up_bytes=up,
         down_bytes=down,
+        versions=(1 in hosts) + sum(number for number in hosts if number > 1),
+        copied=_copied(case, round_s / (1 + idle)),
     )
+
+
+def _copied(case: Case, global_step_s: float) -> CopiedSnapshots | None:
+    """Return what a standby gets of the syncer's snapshots; None without a standby."""
+    if not case.config.syncer.standby:
+        return None
+    memory, every = syncer_memory(case.run), case.config.protocol.snapshot_every
+    return CopiedSnapshots(every * global_step_s, memory.values + memory.outer_momentum + memory.left_out_by_rounding)
 
 
 def cost(case: Case, goodput: float) -> dict[str, Any]:

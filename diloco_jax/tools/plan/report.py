@@ -205,11 +205,13 @@ def _goodput(found: Row, run: Row) -> list[str]:
 
 def _bucket(bucket: Row) -> list[str]:
     lines = [f"bucket        {bucket['address']}: a message takes {bucket['hop_s']:.3g} s through it on average"]
-    for who in ("island", "syncer"):
+    for who, name in (("island", "each island"), ("syncer", "the syncer"), ("standby", "the standby")):
         each = bucket[who]
+        if each is None:
+            continue
         writes, reads = each["puts"] + each["lists"], each["gets"] + each["misses"]
         lines.append(
-            f"              {'each island' if who == 'island' else 'the syncer'}: {writes:,.0f} writes and listings, "
+            f"              {name}: {writes:,.0f} writes and listings, "
             f"{reads:,.0f} reads per day, {each['misses']:,.0f} of them in vain"
         )
     price = bucket["price_per_day"]

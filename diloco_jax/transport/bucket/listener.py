@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -46,7 +47,7 @@ from diloco_jax.transport.store.term import Term
 LINGER_S = 20.0
 # Requests that are handled at the same time.
 HANDLED_MAX = 64
-# Payloads for several learners that are kept for the next one.
+# Versions whose payloads are kept for the next receiver.
 SHARED_MAX = 32
 # What is asked at the entrance.
 WORDS = (names.HELLO, names.FOLLOW, names.ASK)
@@ -97,8 +98,11 @@ class BucketListener(Listener):
         self._sessions: dict[str, BucketSession] = {}
         self._over_s: dict[str, float] = {}
         self._answers: deque[tuple[float, str]] = deque()
-        self._shared: OrderedDict[tuple[int, ...], Shared] = OrderedDict()
+        # Version -> its payloads by the blocks that their receivers hold: b"" for learners of one host, who hold all.
+        self._shared: OrderedDict[tuple[int, ...], dict[bytes, Shared]] = OrderedDict()
         self._numbers = 0
+        # Held by no thread that waits: versions come from the driver, and cuts from the thread that cuts.
+        self._sharing = threading.Lock()
         self._closing = threading.Event()
         self._abandoned = False
         self._thread = threading.Thread(target=self._watch, name="diloco-bucket", daemon=True)
@@ -116,23 +120,45 @@ class BucketListener(Listener):
         self._abandoned = True
 
     def send_version(self, peer: str, message: GlobalFragment, version: Version) -> bool:
-        """Queue a version as `send` does; its payload is written once for all learners of one host."""
+        """Queue a version as `send` does; its payload is written once for all who get equal bytes."""
         session = self._heard.get(peer)
         if not isinstance(session, BucketSession) or self._book.hosts_of(session) is not None:
             return super().send_version(peer, message, version)
-        key = message.fragment_id, message.version, message.base, message.epoch
-        shared = self._shared.get(key)
-        if shared is None:
-            parts = payload_parts(message, version.payload, SYNCER_TYPES, self.config.payload_bytes_max)
-            self._numbers += 1
-            shared = self._shared[key] = Shared(self._bucket, self._epoch, self._numbers, parts)
-            while len(self._shared) > SHARED_MAX:
-                self._later(self._shared.popitem(last=False)[1].release)
+
+        def parts() -> tuple[memoryview, ...]:
+            return payload_parts(message, version.payload, SYNCER_TYPES, self.config.payload_bytes_max)
+
         try:
-            session.send(message, (), shared)
+            session.send(message, (), self._share(message, b"", parts))
         except LinkClosed:
             return False
         return True
+
+    def _share(
+        self, message: GlobalFragment, blocks: bytes, make_parts: Callable[[], tuple[memoryview, ...]]
+    ) -> Shared:
+        """Return the object of a version for one more receiver with these blocks, held for its message.
+
+        A version and the blocks determine the payload, so nothing has to be read or compared to find equal bytes.
+        """
+        key = message.fragment_id, message.version, message.base, message.epoch
+        with self._sharing:
+            shared = self._shared.get(key, {}).get(blocks)
+            if shared is not None:
+                shared.hold()
+                return shared
+        # This may copy. Only one thread makes the payload of a key: the driver without blocks, the one that cuts else.
+        parts = make_parts()
+        with self._sharing:
+            self._numbers += 1
+            shared = Shared(self._bucket, self._epoch, self._numbers, parts)
+            shared.hold()
+            self._shared.setdefault(key, {})[blocks] = shared
+            over = [self._shared.popitem(last=False)[1] for _ in range(len(self._shared) - SHARED_MAX)]
+        for each in over:
+            for old in each.values():
+                self._later(old.release)
+        return shared
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, end all sessions, and delete what this epoch has left."""
@@ -282,7 +308,7 @@ class BucketListener(Listener):
             # It requests one value at a time, so values that wait are those of one that does not read what it requests.
             config, readable = replace(config, queue_payloads_max=1), SUBSCRIBER_TYPES
             peer = f"{SUBSCRIBER}{header.sender}"
-        return BucketSession(self._inbox, header, config, place, readable, serves=True, name=peer)
+        return BucketSession(self._inbox, header, config, place, readable, serves=True, name=peer, share=self._share)
 
     def _answer(self, key: str, number: str, question: pb.Question) -> None:
         where, answer = names.answer(self._epoch, number), self._reply(question).SerializeToString()

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from diloco_jax.protocol.messages import SYNCER, CutFragment, Message
+from diloco_jax.protocol.messages import SYNCER, CutFragment, GlobalFragment, Message
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport import wire
 from diloco_jax.transport.bucket.stream import (
@@ -42,6 +42,11 @@ from diloco_jax.transport.store.store import StoreError
 ENTRY_BYTES = 8
 # Objects of the other side that are read before we say so in an object that has nothing else.
 OWED_MAX = 16
+# The notice that payloads were delivered waits so many polls for an object that is written anyway.
+RIDE_POLLS = 4
+# A message waits so long for those that follow at once, such as the metrics after a report, but at most this share of a
+# poll. Without the wait they would be a second object.
+GATHER_S, GATHER_SHARE = 0.05, 0.1
 # The pause after a store that did not answer.
 AGAIN_S = 1.0
 # A learner whose syncer is silent for this long, or five polls, looks for a newer one, and again as often. A payload
@@ -51,6 +56,9 @@ DOUBT_S = 5.0
 FAREWELL_S = 2.0
 
 log = logging.getLogger(__name__)
+
+# Returns the object of a version for receivers with equal blocks, held for one message.
+Share = Callable[[GlobalFragment, bytes, Callable[[], tuple[memoryview, ...]]], Shared]
 
 
 class Bulk(NamedTuple):
@@ -77,6 +85,7 @@ class BucketSession(Session):
         serves: Whether this is the syncer's end, which waits for the goodbye of the other side when it ends.
         superseded: Tells a learner whether a newer syncer leads.
         name: The other side's name in deliveries, if it is not its name on the wire.
+        share: Lets hosts with equal blocks read one object; each gets a separate one without it.
     """
 
     def __init__(
@@ -90,12 +99,14 @@ class BucketSession(Session):
         serves: bool,
         superseded: Callable[[], bool] = lambda: False,
         name: str = "",
+        share: Share | None = None,
     ) -> None:
         peer = header.sender if serves else SYNCER
         super().__init__(inbox, header, name or peer, config)
         self.place = place
         self._serves = serves
         self._superseded = superseded
+        self._share = share
         ours, theirs = (names.DOWN, names.UP) if serves else (names.UP, names.DOWN)
         self._writer = StreamWriter(place, ours)
         readers = [
@@ -112,6 +123,8 @@ class BucketSession(Session):
         self._promised: deque[Shared] = deque()
         self._changed = threading.Condition()
         self._entries: deque[pb.Entry] = deque()
+        # When the oldest of them was queued.
+        self._queued_s = 0.0
         self._fetching: deque[Received] = deque()
         # Messages of the bulk lane that we have delivered, and our newest object that the other side has to know of.
         self._delivered = self._owed = 0
@@ -173,12 +186,11 @@ class BucketSession(Session):
         """Queue a message; LinkClosed if the session is over, or its queue is full, which ends it.
 
         Args:
-            shared: The payload, in place of `parts`, if other sessions get it, too.
+            shared: The payload, in place of `parts`, if other sessions get it, too. It is held for this message.
         """
         body, bulk = wire.pack_body(message), is_bulk(message)
         if bulk:
             if shared is not None:
-                shared.hold()
                 with self._changed:
                     self._promised.append(shared)
             item = Bulk(body, parts, isinstance(message, CutFragment), shared)
@@ -189,11 +201,23 @@ class BucketSession(Session):
             with self._changed:
                 queued = self.open and len(self._entries) < self.config.queue_messages_max
                 if queued:
-                    self._entries.append(control_entry(body))
-                    self._changed.notify_all()
+                    self._append(control_entry(body))
         if not queued:
             self.fail(f"the {'bulk' if bulk else 'control'} queue to {self.peer!r} is full: it does not read it")
             raise LinkClosed(f"the session with {self.peer!r} is over: {self.reason}")
+
+    def _append(self, entry: pb.Entry) -> None:
+        """Queue an entry; the lock is held."""
+        if not self._entries:
+            self._queued_s = time.monotonic()
+        self._entries.append(entry)
+        self._changed.notify_all()
+
+    def send_cut(self, cut: CutFragment, blocks: bytes, make_parts: Callable[[], tuple[memoryview, ...]]) -> None:
+        if self._share is None:
+            super().send_cut(cut, blocks, make_parts)
+        else:
+            self.send(cut, (), self._share(cut.value, blocks, make_parts))
 
     def _break_promise(self, shared: Shared) -> None:
         """Release a payload for several sessions that this one does not send, unless that is done."""
@@ -267,8 +291,7 @@ class BucketSession(Session):
                     break
                 with self._changed:
                     if not self._drops:
-                        self._entries.append(bulk_entry(number, item.body, item.size, reference))
-                        self._changed.notify_all()
+                        self._append(bulk_entry(number, item.body, item.size, reference))
                         continue
                 self._writer.withdraw()
         finally:
@@ -339,7 +362,8 @@ class BucketSession(Session):
     def _wait_s(self) -> float:
         """Return the longest time until an object may be due without a further change."""
         since_s, poll_s = time.monotonic() - self._written_s, self.config.poll_s
-        wait_s = poll_s - since_s if self._entries and since_s < poll_s else poll_s
+        rests_s = self._rests_s(since_s) if self._entries else 0.0
+        wait_s = rests_s if rests_s > 0 else poll_s
         return max(0.001, min(wait_s, self.config.keepalive_s / 8))
 
     def _due(self) -> bool:
@@ -351,11 +375,19 @@ class BucketSession(Session):
             return False
         if since_s >= self.config.keepalive_s / 2:
             return True
-        if self._entries and not self._writer.full and since_s >= self.config.poll_s:
+        if self._entries and not self._writer.full and self._rests_s(since_s) <= 0:
             return True
         # An object that only says what we have read is not answered in the same way, or that would never end.
-        owes = self._owed > read or self._delivered > delivered
-        return owes and (self._owed - read >= OWED_MAX or since_s >= 4 * self.config.poll_s)
+        if self._owed - read >= OWED_MAX:
+            return True
+        # The other side may wait for room for its next payload.
+        return self._delivered > delivered and since_s >= RIDE_POLLS * self.config.poll_s
+
+    def _rests_s(self, since_s: float) -> float:
+        """Return how long waiting entries still wait, if the last object was written `since_s` seconds ago."""
+        poll_s = self.config.poll_s
+        gathers_s = min(GATHER_S, GATHER_SHARE * poll_s) - (time.monotonic() - self._queued_s)
+        return max(poll_s - since_s, gathers_s)
 
     def _batch(self, *, ends: bool) -> pb.Batch:
         batch = pb.Batch(read=self._reader.read, fetched=self._delivered)

@@ -33,6 +33,11 @@ UNREAD_MAX = 256
 class Shared:
     """A payload for several sessions: it is written once, and deleted when the last one has fetched it.
 
+    Sharing shows nobody more than separate objects do. The object is sealed like all others (store/seal.py), under a
+    separate nonce and with its name authenticated, so one name never has two contents. Everyone who may read it has
+    the run's token, and may read every object. The name is a number and says nothing about the content, as a digest
+    would: the owner of the store could compare that with the digest of a guess.
+
     Args:
         number: Unique in this process and epoch.
     """
@@ -47,7 +52,7 @@ class Shared:
         self._writing = threading.Lock()
         self._lock = threading.Lock()
         self._tried = self._written = False
-        # Sessions that will fetch it, and the listener while it may get one more.
+        # Messages whose sessions will fetch it, and the listener while it may get one more.
         self._holders = 1
 
     def hold(self) -> None:

@@ -15,7 +15,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco_jax.protocol.messages import AnchorValue, FragmentValue, HostBlocks, Message, StepReport
+from diloco_jax.protocol.messages import (
+    AnchorValue,
+    CutFragment,
+    FragmentValue,
+    HostBlocks,
+    Message,
+    StepReport,
+)
 from diloco_jax.protocol.reports import merged_report
 from diloco_jax.transport.commands import Command, Reply
 from diloco_jax.transport.link import Delivery, Traffic, TransportConfig, is_bulk
@@ -166,6 +173,15 @@ class Session:
     def send(self, message: Message | Command | Reply, parts: tuple[memoryview, ...]) -> None:
         """Queue a message; LinkClosed if the session is over, or its queue is full, which ends it."""
         raise NotImplementedError
+
+    def send_cut(self, cut: CutFragment, blocks: bytes, make_parts: Callable[[], tuple[memoryview, ...]]) -> None:
+        """Queue the blocks of a version for a host; errors are those of `send`.
+
+        Args:
+            blocks: The host's statement of its blocks. Hosts with equal ones get equal payloads of a version.
+            make_parts: Makes the payload, which may be a copy.
+        """
+        self.send(cut, make_parts())
 
     def fail(self, reason: str) -> None:
         """End the session with a reason."""

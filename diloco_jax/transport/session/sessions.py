@@ -101,6 +101,10 @@ class UnsentVersions:
         self.cuts.clear()
 
 
+def _parts(session: Session, cut: CutFragment, make_payload: Callable[[], Payload]) -> tuple[memoryview, ...]:
+    return payload_parts(cut, make_payload(), TO_HOST_TYPES, session.config.payload_bytes_max)
+
+
 class HostParts:
     """Incomplete values of one learner."""
 
@@ -218,7 +222,7 @@ class HostSessions:
                 self._cut(unsent, blocks)
                 # The end of the session is in the inbox.
                 with contextlib.suppress(LinkClosed):
-                    self._send_next(session, unsent)
+                    self._send_next(session, unsent, blocks)
             except ValueError as error:
                 self._refuse(
                     f"its host {host} cannot get a version: {error}. Start all hosts with the config and the release "
@@ -244,14 +248,14 @@ class HostSessions:
                 unsent.versions.popleft()
                 unsent.cuts.append((CutFragment(message, digest), make_payload))
 
-    def _send_next(self, session: Session, unsent: UnsentVersions) -> None:
+    def _send_next(self, session: Session, unsent: UnsentVersions, blocks: bytes) -> None:
         """Send the next cuts to a host; a payload may be a copy, so few of them wait in the queue to it."""
         while session.cuts_waiting < CUTS_MAX:
             with self._lock:
                 if not unsent.cuts:
                     return
                 cut, make_payload = unsent.cuts.popleft()
-            session.send(cut, payload_parts(cut, make_payload(), TO_HOST_TYPES, session.config.payload_bytes_max))
+            session.send_cut(cut, blocks, partial(_parts, session, cut, make_payload))
 
     def _on_host(self, host: int, message: HostPart, payload: bytes | memoryview) -> bool:
         """Take what a host sends for its learner; on the thread of the host's session."""

@@ -11,7 +11,7 @@ from diloco_jax.transport.store.counts import calls
 from diloco_jax.transport.store.store import ObjectStore
 from tests.runtime.helpers import SLOW_STEP_S, call, processes_of, replayed, wait_for
 from tests.runtime.syncer.test_failover import Job, check_end, folder
-from tests.transport.bucket.servers import environment, serve
+from tests.transport.bucket.servers import Scheme, environment, install, serve
 
 __all__ = ["folder"]  # a fixture
 
@@ -56,8 +56,15 @@ def test_a_run_through_a_folder_survives_its_island_and_its_syncer(folder: Path)
 
 @pytest.mark.nightly
 @pytest.mark.net
-def test_a_run_through_s3_survives_its_island_and_its_syncer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serve("s3") as server:
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_run_through_a_server_survives_its_island_and_its_syncer(
+    scheme: Scheme, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        install(scheme)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    with serve(scheme) as server:
         # The processes of the run take these variables from this one.
         for name, value in environment(server).items():
             monkeypatch.setenv(name, value)

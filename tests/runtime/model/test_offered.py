@@ -9,9 +9,10 @@ import pytest
 
 from diloco_jax.core.kinds import Kind
 from diloco_jax.runtime.model.layout_text import layout_of
-from diloco_jax.runtime.model.offered import OfferedModel, offered_model
+from diloco_jax.runtime.model.offered import OfferedModel, describe_run, offered_model
 from diloco_jax.runtime.records.files import ADDRESS_FILE
-from diloco_jax.settings.run import RunConfig
+from diloco_jax.settings.run import RunConfig, SyncerConfig
+from diloco_jax.settings.text import parse_text
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.transport.endpoints.greeting import ask_description, offer_model
 from diloco_jax.transport.link import TransportConfig, TransportError
@@ -45,3 +46,12 @@ def test_islands_are_answered_until_the_syncer_opens_its_own_listener(
     model.close_desk()
     with pytest.raises(TransportError):
         ask_description(replace(there, connect_timeout_s=0.2), "b")
+
+
+def test_loops_are_told_the_config_of_a_syncer_with_a_standby() -> None:
+    """A standby is refused without a bucket as address, and loops are told no address."""
+    bucket = TransportConfig(address="memory://run", poll_s=0.5)
+    config = RunConfig(name="kept", transport=bucket, syncer=SyncerConfig(standby=True, merge_threads=3))
+    told = parse_text(describe_run(config, "").config, "the syncer")
+    assert (told.transport.address, told.syncer.standby) == (TransportConfig().address, False)
+    assert (told.name, told.transport.poll_s, told.syncer.merge_threads) == ("kept", 0.5, 3)

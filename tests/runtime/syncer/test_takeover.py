@@ -5,6 +5,7 @@ between any two of them for as long as others like. Checked: of each epoch there
 leader continues has every line whose effect any earlier leader has let out, before or after the takeover.
 """
 
+import itertools
 import random
 import threading
 from collections.abc import Callable
@@ -14,12 +15,17 @@ from typing import Any
 
 import pytest
 
+from diloco_jax.runtime.records.files import CHECKPOINTS, ISLANDS_FILE
 from diloco_jax.runtime.records.tape_file import TapeStopped
+from diloco_jax.runtime.syncer import copies
 from diloco_jax.runtime.syncer.copies import Mirror, TapeCopy
+from diloco_jax.runtime.syncer.island_numbers import IslandNumbers
 from diloco_jax.runtime.syncer.leading import begin_to_lead
+from diloco_jax.runtime.syncer.run import SyncerRun
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.store import names
 from diloco_jax.transport.store.bucket import Bucket, Leader
+from diloco_jax.transport.store.store import StoreError
 
 SEEDS = 15
 NAMES = ("a", "b", "c")
@@ -180,6 +186,33 @@ def copied(bucket: Bucket, folder: Path) -> str:
     return (folder / "tape.jsonl").read_text()
 
 
+@pytest.mark.parametrize("moment", range(9))
+def test_a_standby_that_is_overtaken_at_any_moment_finds_the_copy_or_the_later_leader(
+    moment: int, tmp_path: Path
+) -> None:
+    """Epoch 3 replaces the copy of epoch 1 before one store operation of epoch 2, which is reading it."""
+    config = TransportConfig(address=f"memory://{tmp_path}")
+    bucket, other, folder = Bucket(config), Bucket(config), tmp_path / "third"
+    folder.mkdir()
+    first = TapeCopy(other, other.lead(1, "run", "id"))
+    first.begin(tmp_path)
+    first(0, b"a\n")
+    other.lead(2, "run", "id")
+    operations = itertools.count()
+
+    def overtake() -> None:
+        if next(operations) == moment:
+            (folder / "tape.jsonl").write_text(copied(other, tmp_path / "fourth"))
+            TapeCopy(other, other.lead(3, "run", "id")).begin(folder)
+
+    bucket.store = SlowStore(bucket.store, overtake)  # type: ignore[assignment]
+    try:
+        assert copied(bucket, tmp_path / "standby") == "a\n"
+    except ValueError as error:
+        assert "another process has become the run's syncer" in str(error)
+    assert next(operations) > moment, "the standby was never overtaken"
+
+
 def test_what_an_ended_run_left_is_not_a_part_of_a_copy(tmp_path: Path) -> None:
     bucket = Bucket(TransportConfig(address=f"memory://{tmp_path}"))
     for position, line in ((0, b"old\n"), (1, b"x\n"), (4, b"old too\n")):
@@ -221,3 +254,59 @@ def test_a_syncer_that_was_replaced_does_not_continue_its_own_tape(tmp_path: Pat
         ValueError, match=r"another process has continued this run, as the syncer of epoch 2.*--standby"
     ):
         begin_to_lead(config, tmp_path, threading.Event())
+
+
+def test_a_syncer_that_is_stopped_while_the_bucket_does_not_answer_gives_up_without_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = threading.Event()
+
+    def fail(bucket: Bucket) -> None:
+        stop.set()
+        raise StoreError("no answer")
+
+    monkeypatch.setattr(Bucket, "leader", fail)
+    transport = TransportConfig(address=f"memory://{tmp_path}", poll_s=0.01)
+    config: Any = SimpleNamespace(transport=transport, name="run", syncer=SimpleNamespace(standby=True))
+    assert begin_to_lead(config, tmp_path, stop) is None
+    run: Any = SimpleNamespace(_config=config, _run_dir=tmp_path, _stop=stop, _machine=None, _standby=False)
+    run._lead = lambda: SyncerRun._lead(run)
+    # The command then ends with the status of an interrupted process (cli/runs.py).
+    assert SyncerRun._run(run, lambda: None) == {}
+
+
+def test_a_new_number_of_an_island_is_in_the_copy_before_anybody_has_it(tmp_path: Path) -> None:
+    bucket = Bucket(TransportConfig(address=f"memory://{tmp_path}"))
+    copy = TapeCopy(bucket, bucket.lead(1, "run", "id"))
+    copy.begin(tmp_path)
+    numbers = IslandNumbers(tmp_path / ISLANDS_FILE, (), lambda: copy.copy_files(tmp_path))
+    for name in ("a", "b"):
+        assert numbers.number_of(name)
+        assert bucket.read(f"{names.copy(1)}{ISLANDS_FILE}", 999) == (tmp_path / ISLANDS_FILE).read_bytes()
+
+
+def test_the_files_of_a_snapshot_share_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "PIECE_BYTES", 10)
+    monkeypatch.setattr(copies, "SNAPSHOT_LOOK_S", 0.0)
+    bucket = Bucket(TransportConfig(address=f"memory://{tmp_path}"))
+    copy = TapeCopy(bucket, bucket.lead(1, "run", "id"))
+    copy(0, b"a\n")
+    copy.begin(tmp_path / "nothing")
+    contents = {"a": b"123456", "b/c": b"", "b/d": b"789012345678901234567", "e": b"x"}
+    snapshot = tmp_path / "run" / CHECKPOINTS / "step_00000012"
+    for name, content in contents.items():
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).write_bytes(content)
+    copy.copy_snapshot(snapshot)
+    # 28 bytes are three pieces, and the manifest.
+    assert len(bucket.store.list(names.SNAPSHOT)) == 4
+    mirror = Mirror(bucket, tmp_path / "standby")
+    mirror.run_dir.mkdir()
+    mirror.refresh(1)
+    found = tmp_path / "standby" / CHECKPOINTS / "step_00000012"
+    assert {str(each.relative_to(found)): each.read_bytes() for each in found.rglob("*") if each.is_file()} == contents
+    # A piece that is gone makes the standby keep what it has.
+    copy.copy_snapshot(snapshot.rename(snapshot.with_name("step_00000013")))
+    bucket.store.delete([f"{names.snapshot(13, 1)}{1:012}"])
+    mirror.refresh(1)
+    assert [each.name for each in found.parent.iterdir() if each.name.startswith("step")] == ["step_00000012"]

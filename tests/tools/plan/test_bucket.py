@@ -11,15 +11,18 @@ from diloco_jax.protocol import messages
 from diloco_jax.sim.goodput.settings import Assumptions
 from diloco_jax.tools.plan.advice import advise
 from diloco_jax.tools.plan.bucket import (
+    COPIED_BYTES,
     DAY_S,
     HOPS,
     OBJECT_BYTES,
     PRICES,
     BucketTraffic,
+    CopiedSnapshots,
     RequestCounts,
     hop_s,
     request_figures,
     requests,
+    standby_requests,
 )
 from diloco_jax.tools.plan.forecast import bucket_traffic, forecast
 from diloco_jax.tools.plan.report import describe
@@ -32,7 +35,15 @@ from tests.tools.plan.test_forecast import small
 pytestmark = pytest.mark.usefixtures("few_failures")
 
 TRAFFIC = BucketTraffic(
-    poll_s=1.0, keepalive_s=20.0, request_s=0.0, islands=3, step_s=2.0, due_s=8.0, up_bytes=[1000], down_bytes=[2000]
+    poll_s=1.0,
+    keepalive_s=20.0,
+    heartbeat_s=4.0,
+    request_s=0.0,
+    islands=3,
+    step_s=2.0,
+    round_s=8.0,
+    up_bytes=[1000],
+    down_bytes=[2000],
 )
 PIECE = 8 << 20
 
@@ -44,15 +55,16 @@ def written_and_missed(said: float, heard: float, poll_s: float, keepalive_s: fl
         said, heard: Messages per second of this side and of the other, at equal distances.
     """
     span_s, tick_s, now_s = 2000.0, 1 / 16, 0.0
-    free_s, written_s, told, objects = 0.0, -1e9, 0.0, 0
+    free_s, written_s, told, objects, known = 0.0, -1e9, 0.0, 0, 0
     ready = []
     while now_s < span_s:
         waits = int(now_s * said) > told
         since_s = now_s - written_s
-        owes = int(now_s * heard) > int(max(written_s, 0) * heard)
-        due = (waits and since_s >= poll_s) or (owes and since_s >= 4 * poll_s) or since_s >= keepalive_s / 2
+        owes = int(now_s * min(heard, 1 / (poll_s + request_s))) - known >= 16
+        due = (waits and since_s >= poll_s) or owes or since_s >= keepalive_s / 2
         if now_s >= free_s and due:
             told, free_s = int(now_s * said), now_s + request_s
+            known = int(now_s * min(heard, 1 / (poll_s + request_s)))
             written_s, objects = free_s, objects + 1
             ready.append(free_s)
         now_s += tick_s
@@ -65,7 +77,7 @@ def written_and_missed(said: float, heard: float, poll_s: float, keepalive_s: fl
 
 
 @pytest.mark.parametrize(
-    ("step_s", "due_s", "poll_s", "keepalive_s", "request_s"),
+    ("step_s", "round_s", "poll_s", "keepalive_s", "request_s"),
     [
         # Every message has a separate object.
         (2.0, 8.0, 1.0, 20.0, 0.0),
@@ -73,21 +85,28 @@ def written_and_missed(said: float, heard: float, poll_s: float, keepalive_s: fl
         # Several messages share an object.
         (0.25, 2.0, 1.0, 20.0, 0.0),
         (0.25, 2.0, 0.5, 20.0, 0.25),
-        # The syncer only says what it has read.
-        (2.0, 64.0, 1.0, 200.0, 0.0),
+        # The syncer says what it has read after 16 objects.
+        (2.0, 256.0, 1.0, 200.0, 0.0),
         # Nobody says anything for long.
         (64.0, 1e9, 0.25, 16.0, 0.0),
         (4.0, 32.0, 1.0, 20.0, 0.125),
     ],
 )
 def test_objects_and_looks_are_those_of_a_simulation(
-    step_s: float, due_s: float, poll_s: float, keepalive_s: float, request_s: float
+    step_s: float, round_s: float, poll_s: float, keepalive_s: float, request_s: float
 ) -> None:
     traffic = replace(
-        TRAFFIC, poll_s=poll_s, keepalive_s=keepalive_s, request_s=request_s, step_s=step_s, due_s=due_s, islands=1
+        TRAFFIC,
+        poll_s=poll_s,
+        keepalive_s=keepalive_s,
+        heartbeat_s=4 * step_s,
+        request_s=request_s,
+        step_s=step_s,
+        round_s=round_s,
+        islands=1,
     )
     island, syncer = requests(traffic)
-    up, down = 1 / step_s + 1 / due_s, 2 / due_s
+    up, down = 1.25 / step_s + 1 / round_s, (2 - 0.5 * min(1.0, poll_s / round_s)) / round_s
     for said, heard, writer, reader, others in (
         (up, down, island, syncer, 1 / (poll_s + request_s) + 2 / 5.0),
         (down, up, syncer, island, 0.0),
@@ -95,15 +114,18 @@ def test_objects_and_looks_are_those_of_a_simulation(
         objects, misses = written_and_missed(said, heard, poll_s, keepalive_s, request_s)
         # Each side also writes the payloads of its rounds, and the syncer its signs of life.
         beats = 1 / 5.0 if writer is syncer else 0.0
-        assert writer.puts / DAY_S - 1 / due_s - beats == pytest.approx(objects, rel=0.02)
+        assert writer.puts / DAY_S - 1 / round_s - beats == pytest.approx(objects, rel=0.02)
         assert reader.misses / DAY_S == pytest.approx(misses, rel=0.02)
         assert reader.lists / DAY_S == pytest.approx(others - (1 / 5.0 if others else 0.0))
 
 
 def test_counts_of_a_run_by_hand() -> None:
-    """Reports every 2 s and values every 8 s, each read at once; the syncer says 2 things in 8 s."""
-    island, syncer = requests(TRAFFIC)
-    up, down, rounds = 5 / 8 * DAY_S, 2 / 8 * DAY_S, DAY_S / 8
+    """Reports every 2 s, heartbeats every 4 s and values every 8 s; the syncer says 2 things in 8 s, and idle steps.
+
+    In half of the cases one island is the last of two rounds, and in an eighth of these they share a poll.
+    """
+    island, syncer = requests(replace(TRAFFIC, idle_steps=1.0))
+    up, down, rounds = 7 / 8 * DAY_S, (3 - 1 / 16) / 8 * DAY_S, DAY_S / 8
     assert island == RequestCounts(
         puts=up + rounds,
         gets=down + rounds,
@@ -139,10 +161,41 @@ def test_large_payloads_are_written_and_read_in_pieces() -> None:
 
 
 def test_every_host_has_a_session_and_its_part_of_a_payload() -> None:
-    (one, _), (four, syncer) = requests(TRAFFIC), requests(replace(TRAFFIC, hosts=4))
-    assert four.puts == 4 * one.puts and four.misses == 4 * one.misses
-    assert four.sent_bytes - one.sent_bytes == pytest.approx(3 * 5 / 8 * DAY_S * OBJECT_BYTES)
-    assert syncer.puts == pytest.approx((12 * 2 / 8 + 12 / 8 + 1 / 5) * DAY_S)
+    """Only the first host reports. A further one writes a value, and that it has a version, once per round."""
+    (one, _), (four, syncer) = requests(TRAFFIC), requests(replace(TRAFFIC, hosts=4, versions=4))
+    assert four.puts - one.puts == pytest.approx(3 * (2 + 1) / 8 * DAY_S) and four.misses == 4 * one.misses
+    assert four.sent_bytes - one.sent_bytes == pytest.approx(3 * 2 / 8 * DAY_S * OBJECT_BYTES)
+    # Two messages for each leader, one for each further host, and one payload for the equal hosts of all islands.
+    assert syncer.puts == pytest.approx((3 * (2 - 1 / 16) / 8 + 9 / 8 + 4 / 8 + 1 / 5) * DAY_S)
+
+
+def test_a_standby_costs_two_requests_for_each_input_with_effects_and_reads_what_is_copied() -> None:
+    """Rounds of 8 s copy three inputs, and a snapshot of two pieces every 40 s."""
+    assert standby_requests(TRAFFIC) == RequestCounts()
+    kept = replace(TRAFFIC, copied=CopiedSnapshots(40.0, PIECE + 1.0))
+    (_, alone), (_, syncer), standby = requests(TRAFFIC), requests(kept), standby_requests(kept)
+    batches = 3 / 8 * DAY_S
+    more = [now - before for now, before in zip(syncer, alone, strict=True)]
+    assert RequestCounts(*more) == pytest.approx(
+        RequestCounts(
+            # Pieces, the manifest and two small files.
+            puts=batches + 5 / 40 * DAY_S,
+            lists=batches + 2 / 40 * DAY_S,
+            deletes=3 / 40 * DAY_S,
+            sent_bytes=COPIED_BYTES * batches + (PIECE + 1) / 40 * DAY_S,
+        ),
+        abs=1e-3,
+    )
+    assert standby == pytest.approx(
+        RequestCounts(
+            gets=batches + 3 * DAY_S + 3 / 40 * DAY_S,
+            lists=2 * DAY_S + 2 / 15 * DAY_S,
+            received_bytes=COPIED_BYTES * batches + (PIECE + 1) / 40 * DAY_S,
+        )
+    )
+    figures = request_figures("file:///shared/run", kept)
+    assert figures["standby"] == standby._asdict() and request_figures("file:///x", TRAFFIC)["standby"] is None
+    assert figures["requests_per_day"] > request_figures("file:///x", TRAFFIC)["requests_per_day"] + standby.gets
 
 
 def test_the_bytes_of_an_object_are_those_of_a_report() -> None:
@@ -177,7 +230,10 @@ def test_a_round_passes_a_bucket_three_times() -> None:
     age_s = 0.5 + 3.3 + rounds.merge_s + rounds.arrive_s + bytes_s
     assert rounds.age_s(case.usable_gbit_per_s()) == pytest.approx(age_s)
     traffic = bucket_traffic(case)
-    assert (traffic.islands, traffic.step_s, traffic.due_s) == (4, 1.0, 2.0)
+    assert (traffic.islands, traffic.step_s, traffic.idle_steps, traffic.versions) == (4, 1.0, 1.0, 1)
+    # Rounds are due every 2 s, and follow each other when 90 % of the time has passed that brings a version back.
+    read_s = 2 * hop_s(1.0, 0.03) + rounds.arrive_s + rounds.down_bytes * 8e-9 / case.usable_gbit_per_s()
+    assert rounds.due_s == 2.0 and traffic.round_s == pytest.approx(read_s / 0.9)
     assert sum(traffic.up_bytes) == rounds.up_total_bytes and len(traffic.down_bytes) == rounds.num_fragments
     # A piece of 8 MiB and a request take turns.
     piece_s = PIECE * 8e-9 / (5.0 * 0.92) + 0.03

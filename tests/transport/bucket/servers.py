@@ -57,7 +57,7 @@ def environment(server: StoreServer) -> dict[str, str]:
             "AWS_ACCESS_KEY_ID": "nobody",
             "AWS_SECRET_ACCESS_KEY": "nothing",
         }
-    return {"GOOGLE_BASE_URL": server.endpoint, "GOOGLE_BEARER_TOKEN": "nothing"}
+    return {"GOOGLE_BASE_URL": server.endpoint, "GOOGLE_ALLOW_HTTP": "true", "GOOGLE_BEARER_TOKEN": "nothing"}
 
 
 def install(scheme: Scheme) -> Path:

@@ -79,6 +79,18 @@ def test_claims_of_strangers_are_passed_over_and_deleted(bucket: Bucket, tmp_pat
     assert bucket.store.list(names.LEADER) == sorted([names.leader(1), f"{names.LEADER}{'9' * 40}"])
 
 
+@pytest.mark.parametrize("claim", [b"{}", b"[]", b"\xff", b'{"run_id": "run"}'])
+def test_a_leader_of_another_release_leads(bucket: Bucket, claim: bytes) -> None:
+    """It has the run's token, so it is neither passed over nor deleted, which would make two syncers decide."""
+    ours = bucket.lead(1, "run", "5eed")
+    bucket.write(names.leader(2), claim)
+    found = bucket.leader()
+    assert found is not None and found.epoch == 2 and bucket.lead_on(ours) == found
+    assert bucket.leader() == found
+    with pytest.raises(ValueError, match=r"has objects of run 'of another release' \(no id\): use another prefix"):
+        bucket.lead(3, "run", "5eed")
+
+
 def test_the_bucket_of_another_token_is_not_taken(bucket: Bucket, tmp_path: Path) -> None:
     with_token(bucket, tmp_path, "a").lead(1, "run", "")
     for other in (bucket, with_token(bucket, tmp_path, "b")):

@@ -3,11 +3,13 @@
 import threading
 import time
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
 
 from diloco_jax.protocol import messages as m
+from diloco_jax.transport.bucket import session as session_module
 from diloco_jax.transport.bucket.listener import BucketListener
 from diloco_jax.transport.endpoints.ends import listen
 from diloco_jax.transport.endpoints.greeting import ask_description
@@ -64,6 +66,59 @@ def test_a_version_for_three_learners_is_one_object(ends: Ends, listener: Bucket
     assert (delivery.message, bytes(delivery.payload)) == (VERSION._replace(merged_round=5), b"abc")
 
 
+class Cut(Whole):
+    """A version for islands of several hosts: a host gets the bytes that it holds, with their number as digest."""
+
+    def cut(self, blocks: bytes) -> Any:
+        return len(blocks), lambda: b"cut " + blocks
+
+
+def test_hosts_with_equal_blocks_and_subscribers_share_objects(ends: Ends, listener: BucketListener) -> None:
+    """Three islands of two hosts: the first two are cut alike, and the third holds all blocks on both hosts."""
+    hosts = {}
+    for name, held in {"a": (b"left", b"right"), "b": (b"left", b"right"), "c": (b"all", b"all")}.items():
+        leader = ends.connect(name, hosts=2)
+        greet(listener, leader, name)
+        for host, blocks in enumerate(held):
+            link = leader if host == 0 else ends.connect(name, number=leader.number, host=1, hosts=2)
+            link.send(m.HostBlocks(name, 0), blocks)
+            hosts[name, host] = link, blocks
+    for number in range(2):
+        version = VERSION._replace(version=number)
+        for name in "abc":
+            assert listener.send_version(name, version, Cut(b"whole"))
+        for link, blocks in hosts.values():
+            delivery = hear(link)
+            assert delivery.message == m.CutFragment(version, len(blocks)) and delivery.payload == b"cut " + blocks
+    # Two versions, each for left, right and all; and nothing in the sessions' own places.
+    store = ObjectStore(listener.address)
+    assert len(payloads(store)) == 2 * 3
+    assert comes_true(lambda: not [key for key in store.list("e/1/s/") if "down-p/" in key])
+    # A learner of one host gets the same version whole.
+    one = ends.meet("d")
+    assert listener.send_version("d", version, Cut(b"whole")) and hear(one).payload == b"whole"
+    assert len(payloads(store)) == 2 * 3 + 1
+
+
+def test_what_follows_a_message_at_once_shares_its_object(
+    ends: Ends, listener: BucketListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "GATHER_SHARE", inf)
+    link = ends.meet()
+    session, counts = link._session, list[int]()
+    write = session._writer.write
+    session._writer.write = lambda batch: counts.append(len(batch.entries)) or write(batch)
+    monkeypatch.setattr(session_module, "GATHER_S", inf)
+    messages = [m.Heartbeat("a", 0), m.Leave("a", 0, "over"), m.Heartbeat("a", 0)]
+    for message in messages:
+        link.send(message)
+    assert not counts
+    monkeypatch.setattr(session_module, "GATHER_S", 0.0)
+    with session._changed:
+        session._changed.notify_all()
+    assert [hear_message(listener) for _ in messages] == messages and counts[0] == len(messages)
+
+
 def test_a_shared_version_is_deleted_when_the_last_learner_has_it(
     ends: Ends, listener: BucketListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +144,7 @@ def test_a_message_to_a_session_that_ends_meanwhile_holds_no_version(ends: Ends,
     session = listener._heard["a"]
     session.fail("over")
     assert not listener.send_version("a", VERSION, Whole(b"abc"))
-    shared = next(iter(listener._shared.values()))
+    shared = next(iter(listener._shared.values()))[b""]
     assert comes_true(lambda: shared._holders == 1)
 
 
