@@ -471,7 +471,7 @@ def _chaos_options(parser: Parser) -> None:
     parser.takes_json()
     parser.add_argument("--faults", type=int, default=20, help="number of faults; default: 20")
     parser.add_argument("--seed", type=int, default=0, help="seed of the schedule; default: 0")
-    parser.add_argument("--kinds", help="kinds of faults, separated by commas; default: all that the address allows")
+    parser.add_argument("--kinds", help="kinds of faults, separated by commas; default: all that the run allows")
     parser.add_argument("--dry-run", action="store_true", help="print the schedule, and exit")
 
 
@@ -482,13 +482,14 @@ def chaos(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     if config.islands.ray:
         raise ValueError("diloco chaos injects faults into islands of this machine; leave islands.ray out")
+    given = arguments.kinds.split(",") if arguments.kinds else ()
     schedule = draw_schedule(
         arguments.seed,
         config.islands.names,
         faults=arguments.faults,
         steps=config.planned_steps,
         silence_s=config.protocol.silence_s,
-        kinds=possible_kinds(config.transport.address, arguments.kinds.split(",") if arguments.kinds else ()),
+        kinds=possible_kinds(config.transport.address, given, config.islands.slices),
     )
     if arguments.dry_run:
         show(arguments, {"schedule": [str(fault) for fault in schedule]}, lambda result: "\n".join(result["schedule"]))

@@ -77,6 +77,10 @@ class Allotment:
         self._taken = 0
         self._repeats = 0
 
+    def resize(self, step_samples: int) -> None:
+        """Set the samples of the steps that are not taken yet, for an island that lost a slice or got one back."""
+        self.step_samples = step_samples
+
     @property
     def ready(self) -> bool:
         """True once there is data for a step."""

@@ -191,7 +191,7 @@ class Joined:
         self.inbox = LearnerInbox(decisions, host.global_values())
         self._dialler = joining.dialler(host)
         self._link = LinkKeeper(decisions, self.inbox, self._dialler)
-        self._step_tokens = size.tokens
+        self._size = size
         self._pulse = joining.pulse
         self._pulse.last_word = self._say_last
 
@@ -329,9 +329,22 @@ class Joined:
             what = f"the saved states in {self._states} are of another run: they {which}"
             log.warning(f"{what}. {left}; give each run its own run_dir")
 
-    def take_batch(self) -> Batch:
-        """Return the samples of the next step, at most one step ahead."""
-        return self._decisions.ask(Learner.take_batch)
+    def take_batch(self, samples: int = 0) -> Batch:
+        """Return the data of the next step, at most one step ahead; `samples` of it if given."""
+
+        def take(machine: Learner) -> Batch:
+            if samples:
+                machine.allotment.resize(samples)
+            return machine.take_batch()
+
+        return self._decisions.ask(take)
+
+    def _tokens_of(self, batch: Batch) -> int:
+        """Return the tokens of a step; a loop that reads its own data has equal steps."""
+        size = self._size
+        if not size.samples:
+            return size.tokens
+        return size.tokens * sum(stop - start for start, stop in batch.ranges) // size.samples
 
     def upcoming(self, steps: int) -> Ranges:
         """Return the known sample ranges of later steps, for at most `steps` steps."""
@@ -346,11 +359,12 @@ class Joined:
         loss = float(metrics["loss"])
         # The syncer's tape keeps every report, so numbers have only as many digits as were measured.
         told_s, told_loss = round(took_s, 6), float(f"{loss:.7g}")
+        tokens = self._tokens_of(batch)
 
         def report(machine: Learner, now_s: float) -> list[Effect]:
-            effects = machine.on_step(self._step_tokens, told_s, told_loss, now_s, samples_end=batch.end)
+            effects = machine.on_step(tokens, told_s, told_loss, now_s, samples_end=batch.end)
             self._tape.step(machine.local_step, clock, batch.ranges, loss)
-            self._metrics.step(machine.local_step, metrics, took_s, self._step_tokens)
+            self._metrics.step(machine.local_step, metrics, took_s, tokens)
             return effects
 
         self._pulse.beat(took_s)

@@ -94,7 +94,7 @@ class LearnerRun:
 
     def _put_next(self) -> Batch:
         """Let all hosts read the samples of the next step, and those of later steps ahead."""
-        batch, ahead = self.joined.take_batch(), self.joined.upcoming(self.loop.prefetch)
+        batch, ahead = self.joined.take_batch(self.loop.batch_size), self.joined.upcoming(self.loop.prefetch)
         self.host.tell_batch(batch.ranges, ahead)
         self.loop.put_batch(batch.ranges, ahead)
         return batch

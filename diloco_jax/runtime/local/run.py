@@ -387,7 +387,12 @@ def processes_of(islands: IslandsConfig) -> list[str]:
     """Return the names of the processes of all islands; each slice of an island is one, and restarts alone."""
     if islands.slices == 1:
         return list(islands.names)
-    return [f"{name}{SLICE}{number}" for name in islands.names for number in range(islands.slices)]
+    return [slice_name(name, number) for name in islands.names for number in range(islands.slices)]
+
+
+def slice_name(island: str, number: int) -> str:
+    """Return the name of the process of one slice."""
+    return f"{island}{SLICE}{number}"
 
 
 def split_slice(name: str) -> tuple[str, int]:

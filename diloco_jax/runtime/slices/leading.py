@@ -269,14 +269,20 @@ class SlicedLoop:
     # The learner's machine, which is made after this.
     machine: Learner
 
-    def __init__(self, leadership: Leadership) -> None:
+    def __init__(self, leadership: Leadership, *, shrinks: bool) -> None:
         self.leadership = leadership
         self._member = member = leadership.member
         loop = member.loop
         self.island, self.evaluate, self.rate = ForwardingIsland(leadership), loop.evaluate, loop.rate
         self.corpus, self.epoch_samples, self.tokenizer = loop.corpus, loop.epoch_samples, loop.tokenizer
-        self.batch_size, self.prefetch = loop.batch_size, loop.prefetch
+        self.prefetch = loop.prefetch
+        self._whole, self._shrinks = loop.batch_size, shrinks
         self._next: Ranges = ()
+
+    @property
+    def batch_size(self) -> int:
+        """Return the samples of the next step: fewer while slices are missing, if the batch shrinks."""
+        return self._member.size * self.leadership.count if self._shrinks else self._whole
 
     def warm_up(self) -> None:
         """Compile the programs of parts; they are there."""

@@ -113,11 +113,11 @@ class SliceProcess:
             leadership.gather()
             with closing(island_pulse(self._config, self._run_dir, self._learner_id)) as pulse:
                 incarnation, member = self._incarnation(), self._member
-                kept = None if member.copy is None or member.name is None else KeptState(member.name, member.copy)
+                kept = None if member.copy is None or not (member.name and member.name.local_step) else KeptState(member.name, member.copy)
                 joining = Joining(
                     self._config, self._learner_id, incarnation, self._address, self._run_dir, pulse, None, kept
                 )
-                loop = SlicedLoop(leadership)
+                loop = SlicedLoop(leadership, shrinks=islands.slices_batch == "shrink")
                 run = LearnerRun(joining, hurry, make_loop=lambda *_: loop)  # type: ignore[arg-type]
                 loop.machine = run.joined.machine
                 reason = run.run()

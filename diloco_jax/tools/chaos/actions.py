@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,6 +98,9 @@ class Processes(Protocol):
     def send(self, name: str, number: signal.Signals) -> bool:
         """Send a signal; False if there is no process."""
 
+    def slice_of(self, island: str, number: int) -> str:
+        """Return the name of the process of one slice, whose number is taken modulo their count."""
+
 
 def order_file(run_dir: Path, name: str) -> Path:
     """Return the file with a chaos learner's order, which it reads on SIGUSR1."""
@@ -130,6 +134,10 @@ class Saboteur:
                 return self._processes.send(fault.target, signal.SIGKILL)
             case "stop" | "stop-syncer":
                 return self._stop(fault)
+            case "kill-slice":
+                return self._processes.send(self._processes.slice_of(fault.target, fault.amount), signal.SIGKILL)
+            case "stop-slice":
+                return self._stop(replace(fault, target=self._processes.slice_of(fault.target, fault.amount)))
             case "full-disk":
                 return self._fill_disk(fault)
             case "nan":

@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.local.processes import Child, Handle, Process
-from diloco_jax.runtime.local.run import LocalRun, RunFailed
+from diloco_jax.runtime.local.run import LocalRun, RunFailed, slice_name, split_slice
 from diloco_jax.runtime.records.files import LOGS, SUMMARY_FILE
 from diloco_jax.runtime.records.signals import stop_on_signals
 from diloco_jax.settings.run import RunConfig
@@ -47,18 +47,27 @@ class ChaosRun(LocalRun):
         return None if process is None else process.pid
 
     def send(self, name: str, number: signal.Signals) -> bool:
-        process = self._process(name)
-        if process is not None:
+        found = self._processes(name)
+        for process in found:
             process.send_signal(number)
-        return process is not None
+        return bool(found)
+
+    def slice_of(self, island: str, number: int) -> str:
+        return slice_name(island, number % self._config.islands.slices)
 
     def _process(self, name: str) -> Handle | None:
-        child = self._syncer if name == SYNCER else self._islands.get(name)
-        return child.process if child is not None and child.process.poll() is None else None
+        return next(iter(self._processes(name)), None)
+
+    def _processes(self, name: str) -> list[Handle]:
+        """Return the processes with this name; an island of several slices has one for each."""
+        children = [self._syncer] if name == SYNCER else [self._islands.get(name)]
+        if self._config.islands.slices > 1 and name in self._config.islands.names:
+            children = [self._islands.get(self.slice_of(name, k)) for k in range(self._config.islands.slices)]
+        return [each.process for each in children if each is not None and each.process.poll() is None]
 
     def _start_island(self, name: str, address: str) -> Child:
         # The relay looks up the syncer's address at every connection. A bucket has none.
-        return super()._start_island(name, self.relays[name].address if self.relays else address)
+        return super()._start_island(name, self.relays[split_slice(name)[0]].address if self.relays else address)
 
     def _start(
         self, name: str, arguments: list[str], host: int = 0, told: Mapping[str, str] = MappingProxyType({})

@@ -37,6 +37,16 @@ KINDS = (
     # An island gets SIGKILL, and then the donor that it recovers from.
     "kill-donor",
 )
+# Faults of one slice of an island of several, whose others train on.
+SLICE_KINDS = (
+    # The slice gets SIGKILL.
+    "kill-slice",
+    # The slice gets SIGSTOP, and SIGCONT later.
+    "stop-slice",
+)
+# A learner inflicts these on itself, by an order that an island of several slices does not take; kill-donor counts on
+# the death of a whole island.
+OF_ONE_PROCESS = ("nan", "bad-loss", "wrong-clock", "slow", "kill-donor")
 # No recovery is needed from these faults, but alarms must report them. They are used only with --kinds.
 SIGNS = (
     # An island is stopped for most of the time.
@@ -60,6 +70,8 @@ SIGN_S = 20.0
 # Faults are due between these shares of the run's global steps, so that the run can recover from the last ones.
 FIRST, LAST = 0.05, 0.9
 FAULTS_MAX = 10_000
+# A multiple of the usual numbers of slices.
+SLICES = 840
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +93,13 @@ class ChaosFault:
     # cut: rst or fin. nan: nan or huge.
     how: str = ""
     # corrupt: distance of inverted bytes. duplicate: bytes. nan: values. slow-link: bytes per second. wrong-clock:
-    # seconds.
+    # seconds. kill-slice, stop-slice: number of the slice, modulo their count.
     amount: int = 0
 
     @property
     def kills(self) -> bool:
         """Return whether the target returns as another process."""
-        return self.kind.startswith("kill")
+        return self.kind.startswith("kill") and self.kind not in SLICE_KINDS
 
     def __str__(self) -> str:
         details = {
@@ -98,34 +110,49 @@ class ChaosFault:
             "slow-link": f" to {self.amount} bytes/s",
             "black-hole": f" {self.direction}",
             "wrong-clock": f" by {self.amount} s",
+            "kill-slice": f", slice {self.amount}",
+            "stop-slice": f", slice {self.amount}",
         }
         words = f"#{self.number} step {self.at_step}: {self.kind} {self.target}{details.get(self.kind, '')}"
         return words + (f", for {self.duration_s:.1f} s" if self.duration_s else "")
 
 
-def possible_kinds(address: str, given: Sequence[str] = ()) -> Sequence[str]:
-    """Return the kinds of faults to draw: those that are given, else all that the syncer's address allows.
+def possible_kinds(address: str, given: Sequence[str] = (), slices: int = 1) -> Sequence[str]:
+    """Return the kinds of faults to draw: those that are given, else all that the run allows.
+
+    Args:
+        address: of the syncer; no relay can stand before a bucket.
+        given: from the command line.
+        slices: of each island.
 
     Raises:
-        ValueError: A given kind needs a relay, and the address is a bucket.
+        ValueError: A given kind needs something that this run does not have.
     """
-    if not bucket_scheme(address):
-        return given or KINDS
-    if wrong := [kind for kind in given if kind in LINK_KINDS]:
+    kinds = [*KINDS, *SLICE_KINDS]
+    if bucket_scheme(address):
+        if wrong := [kind for kind in given if kind in LINK_KINDS]:
+            raise ValueError(
+                f"--kinds has {', '.join(wrong)}, faults of a relay, and transport.address {address} is a bucket, "
+                "which no relay can stand before; choose kills and pauses, such as kill,stop,kill-syncer,stop-syncer"
+            )
+        kinds = [kind for kind in kinds if kind not in LINK_KINDS]
+    unfit = SLICE_KINDS if slices == 1 else OF_ONE_PROCESS
+    if wrong := [kind for kind in given if kind in unfit]:
+        what = "one slice" if slices == 1 else f"{slices} slices"
         raise ValueError(
-            f"--kinds has {', '.join(wrong)}, faults of a relay, and transport.address {address} is a bucket, which no "
-            "relay can stand before; choose kills and pauses, such as kill,stop,kill-syncer,stop-syncer"
+            f"--kinds has {', '.join(wrong)}, and islands of {what} (islands.slices) do not have that; leave it out"
         )
-    return given or [kind for kind in KINDS if kind not in LINK_KINDS]
+    return given or [kind for kind in kinds if kind not in unfit]
 
 
 def draw_schedule(
     seed: int, islands: Sequence[str], *, faults: int, steps: int, silence_s: float, kinds: Sequence[str] = KINDS
 ) -> tuple[ChaosFault, ...]:
     """Draw faults that are spread evenly over kinds, islands and the run; ValueError for wrong numbers or kinds."""
-    unknown = sorted(set(kinds) - {*KINDS, *SIGNS})
+    known = (*KINDS, *SLICE_KINDS, *SIGNS)
+    unknown = sorted(set(kinds) - {*known})
     if unknown or not kinds:
-        raise ValueError(f"kinds of faults: {', '.join(unknown) or 'none'}; choose from {', '.join((*KINDS, *SIGNS))}")
+        raise ValueError(f"kinds of faults: {', '.join(unknown) or 'none'}; choose from {', '.join(known)}")
     if not 1 <= faults <= FAULTS_MAX:
         raise ValueError(f"{faults} faults; use 1 to {FAULTS_MAX}")
     if len(islands) < 2 or ("kill-donor" in kinds and len(islands) < 3):
@@ -162,6 +189,10 @@ def draw_details(random: Random, kind: str, silence_s: float) -> dict[str, Any]:
     match kind:
         case "stop" | "stop-syncer":
             return {"duration_s": around_the_lease()}
+        case "kill-slice":
+            return {"amount": random.randrange(SLICES)}
+        case "stop-slice":
+            return {"duration_s": around_the_lease(), "amount": random.randrange(SLICES)}
         case "black-hole":
             return {"duration_s": around_the_lease(), "direction": way()}
         case "cut":
