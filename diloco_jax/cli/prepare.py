@@ -1,5 +1,7 @@
 """Subcommands before a run: certificates, checks of machines and links, TPU slices, forecasts."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys
@@ -7,11 +9,24 @@ import threading
 from collections.abc import Iterable
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diloco_jax.cli.parser import CONFIG_HELP, Parser, command
 from diloco_jax.cli.shared import learner_dir, load_config, show
 from diloco_jax.runtime.records.signals import FAILED
+
+if TYPE_CHECKING:
+    from diloco_jax.settings.run import RunConfig
+
+
+def _of_one_slice(config: RunConfig, command: str) -> RunConfig:
+    """Return a config whose islands have one slice each; ValueError if they have several."""
+    if config.islands.slices > 1:
+        raise ValueError(
+            f"diloco {command} does not know islands of several slices yet, and islands.slices is "
+            f"{config.islands.slices}; set it to 1 here, and start the slices as docs/slices.md shows"
+        )
+    return config
 
 
 def _certs_options(parser: Parser) -> None:
@@ -107,7 +122,7 @@ def launch(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.launch.write import check_tools, describe, run, write
     from diloco_jax.transport.link import bucket_scheme
 
-    config = load_config(arguments)
+    config = _of_one_slice(load_config(arguments), "launch")
     if bucket_scheme(config.transport.address):
         raise ValueError(
             f"transport.address is {config.transport.address}, a bucket, and `diloco launch` gives the syncer a port; "
@@ -173,7 +188,7 @@ def preflight(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.preflight.report import describe
     from diloco_jax.tools.preflight.search import best_config, describe_search, search
 
-    config = load_config(arguments)
+    config = _of_one_slice(load_config(arguments), "preflight")
     record, written = _path("--search", arguments.search), _path("--write", arguments.write)
     if written is not None and (record is None or written.exists()):
         wrong = "needs --search" if record is None else f"names {written}, which exists already; choose another"
@@ -282,7 +297,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.plan.forecast import forecast
     from diloco_jax.tools.plan.report import describe
 
-    config = load_config(arguments)
+    config = _of_one_slice(load_config(arguments), "plan")
     case = case_of(config, Assumptions(**_given(arguments, fields(Assumptions))))
     result = forecast(case, advise(case))
     show(arguments, finite(result), lambda _: describe(result))
@@ -320,7 +335,7 @@ def stage(arguments: argparse.Namespace) -> int:
     word = arguments.config
     if arguments.baseline and not arguments.run:
         raise ValueError(f"--baseline {arguments.baseline} is compared with a run; add --run RUN")
-    config = load_config(arguments)
+    config = _of_one_slice(load_config(arguments), "stage")
 
     def read(run: str) -> dict[str, Any]:
         from diloco_jax.transport.session.calls import ask_status

@@ -144,6 +144,7 @@ class Follower:
                 self.status = obedience.status
                 return outcome
             self._pulse.beat()
+            self._pulse.ready(obedience.trains)
             if (silent_s := time.monotonic() - links.heard_s(leader)) > self._patience_s:
                 log.warning(f"slice {leader}, which led, was silent for {silent_s:.1f} s (islands.straggler_s)")
                 links.drop(leader, f"it was silent for {silent_s:.1f} s")
@@ -164,6 +165,11 @@ class _Obedience:
         self._told: tuple[int, int] | None = None
         self._caught = has_state
         self.status = 0
+
+    @property
+    def trains(self) -> bool:
+        """Tell whether this slice has the state and takes part in steps."""
+        return self._caught
 
     def take(self, sender: int, message: Any, payload: Any) -> str | None:
         """Take a message; return why its sender cannot be used any more, None if it can."""

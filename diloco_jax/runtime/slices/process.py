@@ -92,7 +92,9 @@ class SliceProcess:
                 )
                 while (chosen := follower.elect()) is not None:
                     if chosen.leader == own:
+                        # The learner's own signs of life count from now on.
                         pulse.rest()
+                        pulse.phase("")
                         return self._lead(chosen)
                     ended = follower.follow(chosen)
                     if ended == "over":
@@ -113,7 +115,9 @@ class SliceProcess:
             leadership.gather()
             with closing(island_pulse(self._config, self._run_dir, self._learner_id)) as pulse:
                 incarnation, member = self._incarnation(), self._member
-                kept = None if member.copy is None or not (member.name and member.name.local_step) else KeptState(member.name, member.copy)
+                kept = None
+                if member.copy is not None and member.name is not None and member.name.local_step:
+                    kept = KeptState(member.name, member.copy)
                 joining = Joining(
                     self._config, self._learner_id, incarnation, self._address, self._run_dir, pulse, None, kept
                 )
