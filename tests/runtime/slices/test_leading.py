@@ -81,20 +81,20 @@ def test_a_member_that_is_lost_in_a_turn_costs_only_its_parts(net: Net) -> None:
     make(leadership)
 
     def lose(number: int, item: Item) -> None:
-        if number == 2 and isinstance(item.message, Turn):
-            net.kill(2)
+        if number == 1 and isinstance(item.message, Turn):
+            net.kill(1)
 
     net.on_message = lose
     make(leadership)
     settled(net, leadership)
-    assert net.state(0).tobytes() == expected(net, 2) and leadership.members == {1}
-    turns = [message for to, message in net.links[0].sent if to == 1 and isinstance(message, Turn)]
+    assert net.state(0).tobytes() == expected(net, 2) and leadership.members == {2}
+    turns = [message for to, message in net.links[0].sent if to == 2 and isinstance(message, Turn)]
     assert [(turn.attempt, turn.owners, turn.members) for turn in turns] == [
         (0, (0, 1, 2), (0, 1, 2)),
         (0, (0, 1, 2), (0, 1, 2)),
-        (1, (0, 1, 0), (0, 1)),
+        (1, (0, 0, 2), (0, 2)),
     ]
-    assert net.computed(0) == [PARTS[0], PARTS[0], PARTS[2]] and net.computed(1) == [PARTS[1]] * 2
+    assert net.computed(0) == [PARTS[0], PARTS[0], PARTS[1]] and net.computed(2) == [PARTS[2]] * 2
 
 
 def test_the_leader_trains_on_alone(net: Net) -> None:
