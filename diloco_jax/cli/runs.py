@@ -321,6 +321,7 @@ def learner(arguments: argparse.Namespace) -> int:
     if arguments.syncer:
         check_address(arguments.syncer, "--syncer")
     config = _with_own_data(load_config(arguments), arguments.island, arguments.data)
+    _check_slice(arguments, config.islands.slices)
     run_dir, name = learner_dir(arguments, config), check_name(arguments.island)
     with ExitStack() as held:
         # A spare has no identity yet. Of several hosts only the first takes the lock, and each slice its own.
@@ -331,22 +332,32 @@ def learner(arguments: argparse.Namespace) -> int:
         return _learn(arguments, config, run_dir, held)
 
 
+def _check_slice(arguments: argparse.Namespace, slices: int) -> None:
+    """Check that the arguments name a slice of an island of several, or none; ValueError if not."""
+    if slices == 1 and arguments.slice is not None:
+        raise ValueError(
+            f"--slice is {arguments.slice}, but islands.slices is 1; leave it out, or raise islands.slices"
+        )
+    if slices > 1 and (arguments.slice is None or not 0 <= arguments.slice < slices):
+        raise ValueError(
+            f"--slice is {arguments.slice}, but {arguments.island} has slices 0 to {slices - 1} (islands.slices); give "
+            "each process its number"
+        )
+    addresses = arguments.slices.split(",") if arguments.slices else []
+    if slices > 1 and len(addresses) != slices:
+        raise ValueError(
+            f"--slices names {len(addresses)} addresses, but islands.slices is {slices}; write "
+            "HOST:PORT of each slice, separated by commas, the same on all of them"
+        )
+
+
 def _in_slices(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, address: str, stop: Event) -> int:
     """Run one slice of an island of several."""
     from diloco_jax.runtime.local.run import next_incarnation
     from diloco_jax.runtime.slices.process import Place, SliceProcess
 
-    name, addresses = arguments.island, tuple((arguments.slices or "").split(","))
-    if arguments.slice is None or not 0 <= arguments.slice < config.islands.slices:
-        raise ValueError(
-            f"--slice is {arguments.slice}, but {name} has slices 0 to {config.islands.slices - 1} (islands.slices)"
-        )
-    if len(addresses) != config.islands.slices:
-        raise ValueError(
-            f"--slices names {len(addresses)} addresses, but islands.slices is {config.islands.slices}; write "
-            "HOST:PORT of each slice, separated by commas, the same on all of them"
-        )
-    place = Place(arguments.slice, addresses)
+    name = arguments.island
+    place = Place(arguments.slice, tuple(arguments.slices.split(",")))
     return SliceProcess(config, name, place, address, run_dir, lambda: next_incarnation(run_dir, name), stop).run()
 
 

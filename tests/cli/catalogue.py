@@ -21,6 +21,7 @@ class Wrong(NamedTuple):
     status: int = WRONG_INPUT
 
 
+SLICED = "--islands.slices 2"
 DECODER = "diloco_jax.training.models.decoder:Decoder"
 
 # Aliases of aliases: a YAML reader that writes them out gets 66,430 pairs.
@@ -464,5 +465,19 @@ COMMAND_LINES = (
     ),
     Wrong("clean 127.0.0.1:7", "127.0.0.1:7", "not a bucket", "leaves nothing to delete"),
     Wrong("clean s4://b/p", "'s4://b/p'", "a bucket is", "s3://BUCKET/PREFIX"),
+    Wrong(
+        f"learner config.yaml --island island-0 {SLICED}",
+        "--slice is None",
+        "slices 0 to 1 (islands.slices)",
+        "give each process its number",
+    ),
+    Wrong("learner config.yaml --island island-0 --slice 0", "--slice is 0", "islands.slices is 1", "leave it out, or"),
+    Wrong(f"learner config.yaml --island island-0 {SLICED} --slice 2", "--slice is 2", "slices 0 to 1", "give each"),
+    Wrong(
+        f"learner config.yaml --island island-0 {SLICED} --slice 0 --slices 127.0.0.1:7001",
+        "--slices names 1 addresses",
+        "islands.slices is 2",
+        "write HOST:PORT of each slice",
+    ),
     Wrong("learner config.yaml", "--island", "the following arguments are required", "`diloco learner --help`"),
 )

@@ -53,13 +53,21 @@ class StateName(NamedTuple):
         return json.dumps(self)
 
     @classmethod
+    def from_text(cls, text: str) -> StateName:
+        """Return the name that `to_text` wrote; ValueError if it is none."""
+        try:
+            return cls.parse(json.loads(text))
+        except RecursionError as error:
+            raise ValueError(f"{text[:80]} is not the name of a state") from error
+
+    @classmethod
     def parse(cls, fields: Any) -> StateName:
         """Return the name from its JSON fields; ValueError if they are not those of a name."""
         try:
             incarnation, local_step, global_step, digests, *run = fields
             counters = int(incarnation), int(local_step), int(global_step)
             return cls(*counters, tuple(map(int, digests)), *map(str, run[:1]))
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:
             raise ValueError(f"{str(fields)[:80]} is not the name of a state") from error
 
 

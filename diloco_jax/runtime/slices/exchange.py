@@ -53,10 +53,12 @@ class Exchange:
 
     @property
     def lacks(self) -> set[int]:
-        """Return the slices whose chunks or means are missing."""
+        """Return the slices that this one waits for: owners of missing parts, or else members that owe their means."""
         turn = self.turn
-        owners = {owner for part, owner in enumerate(turn.owners) if part not in self._metrics} - {self._own}
-        return owners | {turn.members[index] for index in self._missing} - {self._own}
+        needed = turn.owners if self._index >= 0 else ()
+        # A member without all parts owes its mean, but it waits itself.
+        owners = {owner for part, owner in enumerate(needed) if part not in self._metrics} - {self._own}
+        return owners or {turn.members[index] for index in self._missing} - {self._own}
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step, from those of all parts; only a member has them."""
@@ -67,18 +69,27 @@ class Exchange:
         """Take a part that this slice has computed; yield what the members need of it."""
         for index, (start, stop) in enumerate(self._bounds):
             chunk = part.flat[start:stop]
+            at = self.turn.term, self.turn.change, self.turn.attempt
+            message = Chunk(*at, number, dict(part.metrics), part.weight)
             if index == self._index:
-                yield from self.on_chunk(number, part.metrics, part.weight, chunk)
+                yield from self.on_chunk(self._own, message, chunk)
             else:
-                message = Chunk(self.turn.change, self.turn.attempt, number, dict(part.metrics), part.weight)
                 yield Sending(self.turn.members[index], message, chunk.view(np.uint8).data)
 
-    def on_chunk(self, part: int, metrics: Mapping[str, float], weight: float, chunk: np.ndarray) -> Iterator[Sending]:
-        """Take this member's chunk of a part; yield the mean once every part is here; ValueError if it cannot be."""
-        start, stop = self._bounds[self._index]
-        if self._index < 0 or not 0 <= part < len(self.turn.parts) or chunk.shape != (stop - start,):
+    def on_chunk(self, sender: int, message: Chunk, chunk: np.ndarray) -> Iterator[Sending]:
+        """Take this member's chunk of a part; yield the mean once every part is here.
+
+        Raises:
+            ValueError: the chunk is not one that the sender can have for this member, or other parts report other
+                metrics.
+        """
+        part, (start, stop) = message.part, self._bounds[self._index]
+        known = self._index >= 0 and 0 <= part < len(self.turn.parts) and self.turn.owners[part] == sender
+        if not known or chunk.shape != (stop - start,):
             raise ValueError(f"a chunk of part {part} with {chunk.size} numbers does not belong to this turn")
-        self._chunks[part], self._metrics[part] = chunk, (metrics, weight)
+        if self._metrics and message.metrics.keys() != next(iter(self._metrics.values()))[0].keys():
+            raise ValueError(f"part {part} reports other metrics than the parts before it")
+        self._chunks[part], self._metrics[part] = chunk, (message.metrics, message.weight)
         if len(self._chunks) < len(self.turn.parts) or self._index not in self._missing:
             return
         order = sorted(self._chunks)
@@ -87,15 +98,16 @@ class Exchange:
         )
         self._chunks.clear()
         self._missing.discard(self._index)
-        message = Mean(self.turn.change, self.turn.attempt, self._index)
+        mean = Mean(self.turn.term, self.turn.change, self.turn.attempt, self._index)
         payload = self.mean[start:stop].view(np.uint8).data
         for to in sorted({*self.turn.members, *self.turn.listeners} - {self._own}):
-            yield Sending(to, message, payload)
+            yield Sending(to, mean, payload)
 
-    def on_mean(self, index: int, chunk: np.ndarray) -> None:
-        """Take one chunk of the mean gradient; ValueError if it does not belong to this turn."""
-        if not 0 <= index < len(self._bounds) or chunk.shape != (self._bounds[index][1] - self._bounds[index][0],):
+    def on_mean(self, sender: int, index: int, chunk: np.ndarray) -> None:
+        """Take one chunk of the mean gradient; ValueError if it is not one that the sender adds."""
+        known = 0 <= index < len(self._bounds) and self.turn.members[index] == sender
+        start, stop = self._bounds[index] if known else (0, -1)
+        if chunk.shape != (stop - start,):
             raise ValueError(f"chunk {index} with {chunk.size} numbers does not belong to this turn")
-        start, stop = self._bounds[index]
         self.mean[start:stop] = chunk
         self._missing.discard(index)

@@ -38,6 +38,8 @@ VOTE_S = 1.0
 BACKLOG_MAX = 256
 # Terms of different slices differ.
 TERMS = 64
+# The largest exit status of a process.
+STATUS_MAX = 255
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +106,7 @@ class Follower:
                 if now_s > awaited_s + VOTE_S:
                     refused.add(best)
                     awaited_s = now_s
-            item = links.receive(POLL_S)
+            item = member.receive(POLL_S)
             # Messages of a connection that ended may still wait here.
             if item is None or links.connected.get(item.slice) != item.session:
                 continue
@@ -125,9 +127,9 @@ class Follower:
         session = links.connected.get(leader)
         if session is None or not links.send(leader, Follow(chosen.term, has_state)):
             return "lost"
-        obedience = _Obedience(member, leader, chosen.term, has_state)
+        obedience = Obedience(member, leader, chosen.term, has_state)
         while not self._stopped():
-            item = links.receive(POLL_S)
+            item = member.receive(POLL_S)
             if item is not None:
                 if item.slice == leader and item.message is None:
                     log.warning(f"slice {leader}, which led, is lost: {item.reason}")
@@ -152,16 +154,14 @@ class Follower:
         return "stopped"
 
 
-class _Obedience:
-    """The messages of one leader, and what of them is done."""
+class Obedience:
+    """The messages of one leader, and what of them is done; it waits for nothing."""
 
     def __init__(self, member: Member, leader: int, term: int, has_state: bool) -> None:
         self._member, self._leader, self._term = member, leader, term
         self._has_state = has_state
         self._backlog: deque[tuple[Any, Any]] = deque()
         self._receiving: ReceivedCopy | None = None
-        # The slice that sends the state.
-        self._donor = -1
         self._told: tuple[int, int] | None = None
         self._caught = has_state
         self.status = 0
@@ -177,14 +177,15 @@ class _Obedience:
         try:
             match message:
                 case Chunk() | Mean():
-                    member.route(message, payload)
-                case StatePart() if self._receiving is not None and message.change == self._receiving.change:
-                    self._receiving.add(message, payload)
+                    member.route(sender, message, payload)
+                case StatePart():
+                    if self._receiving is not None and self._receiving.expects(message):
+                        self._receiving.add(message, payload)
                 case Begin(term, change) if sender == self._leader and term == self._term:
                     self._backlog.clear()
                     member.abandon()
                     self._has_state, self._caught = False, False
-                    self._receiving = ReceivedCopy(member.loop.island.state_layout, change)
+                    self._receiving = ReceivedCopy(member.loop.island.state_layout, term, change)
                 case _ if sender == self._leader and isinstance(message, (*CHANGES, Turn, Give, End)):
                     self._backlog.append((message, payload))
                     if len(self._backlog) > BACKLOG_MAX:
@@ -194,19 +195,32 @@ class _Obedience:
         return None
 
     def advance(self) -> Ended | None:
-        """Do what can be done; return how the leader's time ended, None if it goes on."""
+        """Do what can be done; return how the leader's time ended, None if it goes on.
+
+        A message that cannot be obeyed ends the connection with the leader.
+        """
+        try:
+            return self._advance()
+        except ValueError as error:
+            log.warning(f"slice {self._leader}, which led, cannot be obeyed: {error}")
+            self._member.links.drop(self._leader, str(error))
+            return "lost"
+
+    def _advance(self) -> Ended | None:
         member, links = self._member, self._member.links
         if self._receiving is not None and self._receiving.complete:
-            member.load(self._receiving, self._term)
+            member.load(self._receiving)
             log.info(f"slice {member.own} has the state of the others")
             self._receiving, self._has_state = None, True
         while self._has_state and self._backlog:
             message, payload = self._backlog[0]
-            if isinstance(message, Commit) and (member.exchange is None or not member.exchange.complete):
+            if isinstance(message, Commit) and member.exchange is not None and not member.exchange.complete:
                 break
             self._backlog.popleft()
             match message:
                 case End(status):
+                    if status > STATUS_MAX:
+                        raise ValueError(f"{status} is not an exit status")
                     self.status = status
                     return "over"
                 case Give(to, change):

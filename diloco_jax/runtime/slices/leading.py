@@ -170,7 +170,7 @@ class Leadership:
         owners = owners_of(len(parts), members, had)
         told = tuple(tuple((int(start), int(stop)) for start, stop in part) for part in parts)
         change = self.member.standing.change + 1
-        return Turn(change, attempt, rate, told, owners, tuple(members), tuple(sorted(self._joining)), name)
+        return Turn(self.term, change, attempt, rate, told, owners, tuple(members), tuple(sorted(self._joining)), name)
 
     def _gather(self, turn: Turn) -> set[int]:
         """Wait until every member holds the mean gradient; return the members that were lost instead."""
@@ -182,13 +182,15 @@ class Leadership:
             if lost := others - self.members:
                 return lost
             self._pump(POLL_S)
-            now_s, late = time.monotonic(), (others - self._held) | (exchange.lacks & others)
-            for slice_ in late & self.members:
-                silent_s = now_s - self._links.heard_s(slice_)
+            late_s = time.monotonic() - began_s - usual_s
+            # One that lost a message between two others holds nothing, although nothing is missing here.
+            late = exchange.lacks or others - self._held
+            for slice_ in ((others - self._held) | late) & self.members:
+                silent_s = time.monotonic() - self._links.heard_s(slice_)
                 if silent_s > self._straggler_s:
                     self._lose(slice_, f"it was silent for {silent_s:.1f} s (islands.straggler_s)")
-                elif now_s - began_s > usual_s + self._straggler_s and slice_ in exchange.lacks:
-                    self._lose(slice_, f"its parts are {now_s - began_s - usual_s:.1f} s late (islands.straggler_s)")
+                elif late_s > self._straggler_s and slice_ in late:
+                    self._lose(slice_, f"its share of a step is {late_s:.1f} s late (islands.straggler_s)")
         return others - self.members
 
     def _lose(self, slice_: int, reason: str) -> None:
@@ -214,7 +216,7 @@ class Leadership:
         """Take one message; return False if there was none."""
         if self._leaving():
             raise SliceLost("this slice was asked to end, and another one leads on")
-        item = self._links.receive(timeout_s)
+        item = self.member.receive(timeout_s)
         if item is None:
             return False
         slice_, message = item.slice, item.message
@@ -224,16 +226,14 @@ class Leadership:
             return True
         match message:
             case Chunk() | Mean():
-                try:
-                    self.member.route(message, item.payload)
-                except ValueError as error:
-                    self._lose(slice_, str(error))
+                self.member.route(slice_, message, item.payload)
             case Held(change, attempt):
                 exchange = self.member.exchange
                 if exchange is not None and (change, attempt) == (exchange.turn.change, exchange.turn.attempt):
                     self._held.add(slice_)
             case Follow(term, has_state) if term == self.term:
-                if has_state and self.member.standing == self._base:
+                # A slice that did not get the request of a turn cannot commit it.
+                if has_state and self.member.standing == self._base and self.member.exchange is None:
                     self.members.add(slice_)
                     log.info(f"slice {slice_} follows; {self.count} train")
                 else:

@@ -4,7 +4,6 @@ Only the thread that steps uses it. A member has no timers: its callers decide w
 (following.py, leading.py).
 """
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -12,19 +11,34 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.layout import Layout, whole
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.saved_states import Leaves, StateName
 from diloco_jax.runtime.slices.exchange import Exchange, Sending
-from diloco_jax.runtime.slices.messages import Adopt, Change, Chunk, Commit, Mean, Overwrite, Restore, Turn
+from diloco_jax.runtime.slices.messages import (
+    Adopt,
+    Change,
+    Chunk,
+    Commit,
+    Mean,
+    Overwrite,
+    Restore,
+    Turn,
+    check_numbers,
+    check_turn,
+)
 from diloco_jax.runtime.slices.state import ReceivedCopy, copy_of, parts_of_state
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.island import StepHandle
 from diloco_jax.training.parts import Part
-from diloco_jax.transport.slices.links import SliceLinks
+from diloco_jax.transport.slices.links import Item, SliceLinks
 
-# Chunks and means that came before their turn: the leader's request may be slower than a neighbour's answer.
-EARLY_MAX = 1024
+# Chunks and means of one slice that came before their turn: the leader's request may be slower than its answer.
+EARLY_MAX = 256
+
+# How an island of several slices adopts values; rebase needs what was sent, which only the leader has.
+MODES = ("overwrite", "blend")
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +75,12 @@ class Member:
         self.exchange: Exchange | None = None
         # Parts of the present turn that this slice has computed.
         self._parts: dict[int, Part] = {}
-        self._early: list[tuple[Chunk | Mean, Any]] = []
+        # What came before its turn, by sender.
+        self._early: dict[int, list[tuple[Chunk | Mean, Any]]] = {}
         self._applied: StepHandle | None = None
 
     @property
-    def fragments(self) -> tuple[Any, ...]:
+    def fragments(self) -> tuple[Fragment, ...]:
         return self.run.fragments
 
     def begin_term(self, term: int) -> None:
@@ -79,16 +94,39 @@ class Member:
         self.exchange = None
         self._parts.clear()
 
+    def receive(self, timeout_s: float) -> Item | None:
+        """Return the next item of the connections; a message with impossible numbers ends its connection instead."""
+        while (item := self.links.receive(timeout_s)) is not None:
+            try:
+                check_numbers(item.message)
+            except ValueError as error:
+                self.links.drop(item.slice, str(error))
+            else:
+                return item
+        return None
+
     def begin_turn(self, turn: Turn) -> None:
-        """Start an attempt of a turn, compute the parts of this slice, and send what the others need of them."""
+        """Start an attempt of a turn, compute the parts of this slice, and send what the others need of them.
+
+        Raises:
+            ValueError: the turn is not one that this slice can make next.
+        """
+        check_turn(turn, self.run.config.islands.slices, self.size)
+        last = -1 if self.exchange is None else self.exchange.turn.attempt
+        term, change = self.standing
+        if (turn.term, turn.change) != (term, change + 1) or turn.attempt <= last:
+            raise ValueError(
+                f"turn {turn.change} of term {turn.term} in attempt {turn.attempt} does not follow change {change} of "
+                f"term {term} and attempt {last}"
+            )
+        if self.own not in (*turn.members, *turn.listeners):
+            raise ValueError(f"slice {self.own} got a turn of slices {turn.members} and {turn.listeners}")
+        name = StateName.from_text(turn.name)
         if self.exchange is None or self.exchange.turn.change != turn.change:
             self._parts.clear()
         self.copy = None
-        self.name = StateName.parse(json.loads(turn.name))
+        self.name = name
         self.exchange = exchange = Exchange(self.own, turn, self.steps.size)
-        early, self._early = self._early, []
-        for message, payload in early:
-            self.route(message, payload)
         mine = [part for part, owner in enumerate(turn.owners) if owner == self.own and self.own in turn.members]
         missing = [part for part in mine if part not in self._parts]
         for part in mine:
@@ -100,36 +138,53 @@ class Member:
             batch, position = self.loop.take_batch()
             self._parts[part] = self.steps.take(self.steps.gradient(batch, position))
             self._send(exchange.add(part, self._parts[part]))
+        # After this slice's own parts, whose metrics are known to be right.
+        early, self._early = self._early, {}
+        for sender, messages in early.items():
+            for message, payload in messages:
+                self.route(sender, message, payload)
 
-    def route(self, message: Chunk | Mean, payload: Any) -> None:
+    def route(self, sender: int, message: Chunk | Mean, payload: Any) -> None:
         """Take a chunk or a mean of the present turn; keep one of a later turn, and drop one of an earlier turn.
 
-        Raises:
-            ValueError: it does not belong to the turn that it names.
+        One that does not belong to its turn ends the connection of its sender.
         """
-        exchange, at = self.exchange, (message.change, message.attempt)
-        present = (self.standing.change, 0) if exchange is None else (exchange.turn.change, exchange.turn.attempt)
+        try:
+            self._take(sender, message, payload)
+        except ValueError as error:
+            self.links.drop(sender, str(error))
+
+    def _take(self, sender: int, message: Chunk | Mean, payload: Any) -> None:
+        if len(payload) % 4 or len(payload) > 4 * self.steps.size:
+            raise ValueError(f"a chunk has {len(payload)} bytes, a gradient {self.steps.size} float32 numbers")
+        exchange, at = self.exchange, (message.term, message.change, message.attempt)
+        turn = None if exchange is None else exchange.turn
+        present = (*self.standing, 0) if turn is None else (turn.term, turn.change, turn.attempt)
         if at > present:
-            if len(self._early) >= EARLY_MAX:
+            early = self._early.setdefault(sender, [])
+            if len(early) >= EARLY_MAX:
                 raise ValueError(f"{EARLY_MAX} chunks came before their turns")
-            self._early.append((message, payload))
+            early.append((message, payload))
         elif exchange is not None and at == present:
-            if len(payload) % 4:
-                raise ValueError(f"a chunk has {len(payload)} bytes, which are no float32 numbers")
             numbers = np.frombuffer(payload, np.float32)
             if isinstance(message, Mean):
-                exchange.on_mean(message.chunk, numbers)
+                exchange.on_mean(sender, message.chunk, numbers)
             else:
-                self._send(exchange.on_chunk(message.part, message.metrics, message.weight, numbers))
+                self._send(exchange.on_chunk(sender, message, numbers))
 
     def _send(self, sendings: Iterable[Sending]) -> None:
         for sending in sendings:
             self.links.send(sending.to, sending.message, sending.payload)
 
     def apply(self, change: int) -> dict[str, float]:
-        """Make the step of the present turn; return its metrics, which only a member of the turn has."""
+        """Make the step of the present turn; return its metrics, which only a member of the turn has.
+
+        Raises:
+            ValueError: the change is not that of a turn whose mean gradient is here.
+        """
         exchange = self.exchange
-        assert exchange is not None and exchange.complete, "a turn was committed whose gradient is not here"
+        if exchange is None or not exchange.complete or exchange.turn.change != change:
+            raise ValueError(f"change {change} commits a turn whose gradient is not here")
         member = self.own in exchange.turn.members
         metrics = exchange.metrics() if member else {}
         self._applied = self.steps.apply(exchange.mean, exchange.turn.rate, metrics)
@@ -138,45 +193,61 @@ class Member:
             self.name = self.name._replace(local_step=self.name.local_step + 1)
         norm = math.sqrt(float(np.dot(exchange.mean, exchange.mean))) if member else 0.0
         self.abandon()
-        self._early = [each for each in self._early if each[0].change > change]
+        self._early = {
+            sender: [each for each in early if (each[0].term, each[0].change) > self.standing]
+            for sender, early in self._early.items()
+        }
         return {**metrics, "grad_norm": norm}
 
     def obey(self, message: Change, payload: Any) -> None:
-        """Make a change of the leader; ValueError if its payload does not fit."""
+        """Make a change of the leader; ValueError if it cannot be the next one of this slice."""
         island = self.loop.island
+        if message.change != self.standing.change + 1:
+            raise ValueError(f"change {message.change} does not follow change {self.standing.change}")
         match message:
             case Commit(change):
                 self.apply(change)
                 return
             case Adopt(_, fragment_id, mode, alpha):
-                island.adopt(self.fragments[fragment_id], self._values(fragment_id, payload), mode=mode, alpha=alpha)  # type: ignore[arg-type]
+                if mode not in MODES:
+                    raise ValueError(f"a value is to be adopted with {mode[:80]!r}, expected {' or '.join(MODES)}")
+                island.adopt(*self._value(fragment_id, payload), mode=mode, alpha=alpha)  # type: ignore[arg-type]
             case Overwrite(_, fragment_id):
-                island.overwrite(self.fragments[fragment_id], self._values(fragment_id, payload))
+                island.overwrite(*self._value(fragment_id, payload))
             case Restore():
-                assert self.copy is not None, "a slice without the leader's state follows it"
+                if self.copy is None:
+                    raise ValueError("the state when the leader began is not here any more")
                 island.load_shards(self.copy)
         self.standing = self.standing._replace(change=message.change)
 
-    def _values(self, fragment_id: int, payload: Any) -> dict[str, np.ndarray]:
+    def _value(self, fragment_id: int, payload: Any) -> tuple[Fragment, dict[str, np.ndarray]]:
+        if fragment_id >= len(self.fragments):
+            raise ValueError(f"there is no fragment {fragment_id}, only 0 to {len(self.fragments) - 1}")
         layout: Layout = whole(self.fragments[fragment_id])
         numbers = np.frombuffer(payload, np.float32)
         if numbers.size != layout.size:
             raise ValueError(f"a value of fragment {fragment_id} has {numbers.size} numbers instead of {layout.size}")
-        return layout.views(numbers)
+        return self.fragments[fragment_id], layout.views(numbers)
 
-    def load(self, received: ReceivedCopy, term: int) -> None:
+    def load(self, received: ReceivedCopy) -> None:
         """Continue from another slice's state."""
         leaves = received.leaves()
         self.loop.island.check_shards(leaves)
         self.loop.island.load_shards(leaves)
-        self.standing = Standing(term, received.change)
+        self.standing = Standing(received.term, received.change)
 
     def give(self, to: int, change: int, start: Callable[[Callable[[], None]], None]) -> None:
-        """Send a copy of the present state to another slice, from a thread that `start` makes."""
-        staged = self.loop.island.stage_state()
+        """Send a copy of the present state to another slice, from a thread that `start` makes.
+
+        Raises:
+            ValueError: there is no such other slice, or this slice has another state.
+        """
+        if to == self.own or to >= self.run.config.islands.slices or change != self.standing.change:
+            raise ValueError(f"slice {self.own} at change {self.standing.change} cannot give state {change} to {to}")
+        staged, term = self.loop.island.stage_state(), self.standing.term
 
         def send() -> None:
-            for part, payload in parts_of_state(staged, change):
+            for part, payload in parts_of_state(staged, term, change):
                 if not self.links.send(to, part, payload):
                     return
 

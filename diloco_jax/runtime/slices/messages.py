@@ -4,7 +4,12 @@ One slice leads. Its messages of the kinds in CHANGES change the state of all sl
 their numbers; a slice that obeyed number n has the same state, bit for bit, as every other one that did.
 """
 
-from typing import NamedTuple, TypeAlias, get_args
+import math
+from typing import Any, NamedTuple, TypeAlias, get_args
+
+# Numbers of changes, attempts and terms grow by little, so a larger number is an error or a lie. One that a slice
+# adopted from another one and increased must still fit into 64 bits.
+NUMBER_MAX = 1 << 62
 
 
 class Lead(NamedTuple):
@@ -47,6 +52,7 @@ class Give(NamedTuple):
 class StatePart(NamedTuple):
     """One part of a state, in order; `total` is the size of the whole in bytes."""
 
+    term: int
     change: int
     start: int
     total: int
@@ -64,6 +70,9 @@ class Turn(NamedTuple):
     A turn whose members change is repeated with the next attempt, from the same state and with the same parts.
     """
 
+    # That of the leader: a new one may make other parts with the same number, while chunks for the old one are on
+    # their way.
+    term: int
     # The number of the change that its commit makes.
     change: int
     attempt: int
@@ -83,6 +92,7 @@ class Turn(NamedTuple):
 class Chunk(NamedTuple):
     """One member's chunk of the gradient of one part, with the part's metrics."""
 
+    term: int
     change: int
     attempt: int
     part: int
@@ -93,6 +103,7 @@ class Chunk(NamedTuple):
 class Mean(NamedTuple):
     """One chunk of the mean gradient, from the member that added it."""
 
+    term: int
     change: int
     attempt: int
     chunk: int
@@ -145,3 +156,32 @@ Message: TypeAlias = (
     Lead | Stand | Follow | Begin | Give | StatePart | Caught | Turn | Chunk | Mean | Held | Change | End
 )
 MESSAGES: tuple[type, ...] = get_args(Message)
+
+
+def check_numbers(message: Any) -> None:
+    """Check that the counters of a message are in the range that a run can reach; ValueError if not."""
+    for name, value in zip(getattr(message, "_fields", ()), message or (), strict=True):
+        if isinstance(value, int) and not 0 <= value <= NUMBER_MAX:
+            raise ValueError(f"{type(message).__name__}.{name} is {value}, expected 0 to {NUMBER_MAX}")
+
+
+def check_turn(turn: Turn, slices: int, samples: int) -> None:
+    """Check that slices can make a turn; ValueError names what does not fit.
+
+    Args:
+        slices: slices of the island.
+        samples: samples of each part.
+    """
+    members, numbers = turn.members, (*turn.members, *turn.listeners)
+    if not members or list(members) != sorted(members) or len({*numbers}) < len(numbers):
+        raise ValueError(f"members {members} and listeners {turn.listeners} are not different slices in order")
+    if not all(0 <= each < slices for each in numbers):
+        raise ValueError(f"members {members} and listeners {turn.listeners} are not all among {slices} slices")
+    if not 1 <= len(turn.parts) <= slices or len(turn.owners) != len(turn.parts) or {*turn.owners} - {*members}:
+        raise ValueError(f"{len(turn.parts)} parts with the owners {turn.owners} cannot be made by slices {members}")
+    for number, part in enumerate(turn.parts):
+        fits = all(0 <= start < stop <= NUMBER_MAX for start, stop in part)
+        if not fits or sum(stop - start for start, stop in part) != samples:
+            raise ValueError(f"part {number} has the ranges {str(part)[:80]}, expected {samples} samples")
+    if not math.isfinite(turn.rate):
+        raise ValueError(f"the learning rate is {turn.rate}")

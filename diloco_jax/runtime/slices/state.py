@@ -29,22 +29,22 @@ def copy_of(island: ExchangedState) -> Leaves:
     return leaves
 
 
-def parts_of_state(staged: StagedState, change: int) -> Iterator[tuple[StatePart, memoryview]]:
+def parts_of_state(staged: StagedState, term: int, change: int) -> Iterator[tuple[StatePart, memoryview]]:
     """Yield a copied state in parts, leaf by leaf in the order of its layout; any thread."""
     start, total = 0, sum(leaf.num_bytes for leaf in staged.layout.leaves)
     for leaf in staged.layout.leaves:
         content = memoryview(as_bytes(np.ascontiguousarray(staged.leaf(leaf.name))))
         for at in range(0, len(content), PART_BYTES):
             piece = content[at : at + PART_BYTES]
-            yield StatePart(change, start + at, total), piece
+            yield StatePart(term, change, start + at, total), piece
         start += len(content)
 
 
 class ReceivedCopy:
     """The parts of another slice's state as they arrive; ValueError for a part that cannot belong to it."""
 
-    def __init__(self, layout: StateLayout, change: int) -> None:
-        self.change = change
+    def __init__(self, layout: StateLayout, term: int, change: int) -> None:
+        self.term, self.change = term, change
         self._layout = layout
         self._buffer = np.empty(sum(leaf.num_bytes for leaf in layout.leaves), np.uint8)
         self._filled = 0
@@ -52,6 +52,10 @@ class ReceivedCopy:
     @property
     def complete(self) -> bool:
         return self._filled == self._buffer.size
+
+    def expects(self, part: StatePart) -> bool:
+        """Tell whether a part is one of this state, and not of one that was requested before."""
+        return (part.term, part.change) == (self.term, self.change)
 
     def add(self, part: StatePart, payload: Any) -> None:
         """Take the next part."""
