@@ -68,7 +68,7 @@ class Member:
         self.links = links
         self.steps = loop.parts
         self.standing = Standing()
-        # The name of the learner's state, of which the fragments may be newer; None before the first turn.
+        # The name of the learner's state, whose fragments may be newer; None before the first turn.
         self.name: StateName | None = None
         # The state when the present leader began, until its first turn.
         self.copy: Leaves | None = None
