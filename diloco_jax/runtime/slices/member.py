@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Standing(NamedTuple):
-    """What state a slice has: the term of the leader whose changes it obeyed, and the number of the last one."""
+    """Name of a slice's state: the term of the leader whose changes it obeyed, and the number of the last one."""
 
     term: int = 0
     change: int = 0
