@@ -71,6 +71,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "syncer": {"model", "records", "trackers", "figures"},
         "subscriber": {"model", "records"},
         "own_loop": {"learner", "island", "model", "records", "trackers"},
+        "slices": {"learner", "island", "records"},
         "local": {"own_loop", "learner", "syncer", "island", "model", "records", "trackers", "figures"},
     },
     "sim": {"": set(), "goodput": {""}, "invariants": {""}},

@@ -379,16 +379,6 @@ class RunConfig:
                 f"train.batch_size is {self.train.batch_size}, which {count} islands cannot share equally; use a "
                 "multiple of islands.count, or set islands.batch_size"
             )
-        if self.islands.slices > 1 and not ours:
-            raise ValueError(
-                f"islands.slices is {self.islands.slices}, which needs algorithm decoupled and a built-in loop; set it "
-                "to 1"
-            )
-        if self.islands.slices > 1 and self.adopt.mode == "rebase":
-            raise ValueError(
-                "adopt.mode rebase needs what was sent, which only one slice of an island has; use overwrite or blend, "
-                "or set islands.slices to 1"
-            )
         if self.transport.queue_payloads_max < self.protocol.num_fragments:
             raise ValueError(
                 f"transport.queue_payloads_max is {self.transport.queue_payloads_max}, but a joining learner gets all "
@@ -399,6 +389,8 @@ class RunConfig:
                 "evaluation.subtract tests contributions at the evaluations during the run, and train.eval_every is 0, "
                 "so there is none; set train.eval_every, or leave evaluation.subtract out"
             )
+        if self.islands.slices > 1:
+            self._check_slices(ours)
         self._check_bucket()
         self._check_own_data()
         self._check_budget()
@@ -408,6 +400,18 @@ class RunConfig:
             self.check_mesh(self.island(name))
         if self.model.module.startswith("diloco_jax.training.models."):
             self._check_built_in()
+
+    def _check_slices(self, ours: bool) -> None:
+        if not ours:
+            raise ValueError(
+                f"islands.slices is {self.islands.slices}, which needs algorithm decoupled and a built-in loop; set it "
+                "to 1"
+            )
+        if self.adopt.mode == "rebase":
+            raise ValueError(
+                "adopt.mode rebase needs what was sent, which only one slice of an island has; use overwrite or blend, "
+                "or set islands.slices to 1"
+            )
 
     def _check_bucket(self) -> None:
         if self.syncer.standby and not bucket_scheme(self.transport.address):

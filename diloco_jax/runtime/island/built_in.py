@@ -148,7 +148,8 @@ class BuiltInLoop:
         self.epoch_samples = len(source.train)
         self.tokenizer = source.tokenizer.digest if source.tokenizer else ""
         self.batch_size = own.batch_size  # samples per step
-        self.part_size = own.batch_size // config.islands.slices  # samples per part of a step
+        # Samples per part of a step.
+        self.part_size = own.batch_size // config.islands.slices
         self.prefetch = config.data.prefetch  # batches ahead
         self._sample = source.train[0]
         # The learning rate of a step of the schedule.

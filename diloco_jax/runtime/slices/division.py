@@ -1,6 +1,6 @@
 """The division of an inner step over the slices of an island: its parts, who computes them, and who adds what.
 
-Nothing here changes the result of a step: parts are added in their order, whoever computed them.
+Nothing here changes the result of a step: parts are added in their order, on every slice.
 """
 
 from collections.abc import Collection, Mapping, Sequence

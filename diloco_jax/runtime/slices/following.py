@@ -195,7 +195,7 @@ class Obedience:
         return None
 
     def advance(self) -> Ended | None:
-        """Do what can be done; return how the leader's time ended, None if it goes on.
+        """Do what can be done; return how the leader's time ended, None if it continues.
 
         A message that cannot be obeyed ends the connection with the leader.
         """

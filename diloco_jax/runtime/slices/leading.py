@@ -140,7 +140,7 @@ class Leadership:
             self._links.send(slice_, message, payload)
 
     def make(self, rate: float, parts: Sequence[Ranges], name: str) -> dict[str, float]:
-        """Make one step with all members, and return its metrics; `SliceLost` if this slice cannot go on leading."""
+        """Make one step with all members, and return its metrics; `SliceLost` if this slice cannot lead any more."""
         self._commit()
         while self._pump(0.0):
             pass

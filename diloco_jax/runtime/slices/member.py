@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Standing(NamedTuple):
-    """What state a slice has: the term of the leader whose changes it obeyed, and the number of the last one."""
+    """Name of a slice's state: the term of the leader whose changes it obeyed, and the number of the last one."""
 
     term: int = 0
     change: int = 0
@@ -68,7 +68,7 @@ class Member:
         self.links = links
         self.steps = loop.parts
         self.standing = Standing()
-        # The name of the learner's state, of which the fragments may be newer; None before the first turn.
+        # The name of the learner's state, whose fragments may be newer; None before the first turn.
         self.name: StateName | None = None
         # The state when the present leader began, until its first turn.
         self.copy: Leaves | None = None

@@ -16,7 +16,7 @@ class Lead(NamedTuple):
     """Notice, twice per second, that the sender leads in this term, from the state `base`."""
 
     term: int
-    # The term and the last change of the state from which the leader began.
+    # The term and the last change of the leader's state when it began.
     base_term: int
     base_change: int
 

@@ -30,7 +30,7 @@ def test_what_was_computed_is_kept_when_members_are_lost(count: int) -> None:
 
 
 def test_a_member_that_has_more_than_its_share_keeps_it() -> None:
-    assert owners_of(4, (0, 2), {0: {0, 1, 2}, 1: {3}}) == (0, 0, 0, 2), "slice 1 is no member"
+    assert owners_of(4, (0, 2), {0: {0, 1, 2}, 1: {3}}) == (0, 0, 0, 2), "slice 1 is not a member"
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 64, 1_000_003])

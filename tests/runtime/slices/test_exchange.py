@@ -1,4 +1,4 @@
-"""The exchange of a turn: the same mean on every slice, whoever computes and adds, and nothing else is accepted."""
+"""The exchange of a turn: the same mean on every slice, for all owners and members, and nothing else is accepted."""
 
 import random
 from collections import deque

@@ -170,7 +170,7 @@ def test_a_slice_that_looks_for_a_leader_is_answered(net: Net) -> None:
     leadership = island_of(net)
     net.put(0, 2, Stand(0, 0))
     make(leadership)
-    assert net.links[0].sent.count((2, Lead(TERM, 0, 0))) == 2, "at the begin, and as an answer"
+    assert net.links[0].sent.count((2, Lead(TERM, 0, 0))) == 2, "at the start, and as an answer"
 
 
 def test_a_slice_that_returns_gets_the_state_from_a_member_while_steps_go_on(net: Net) -> None:
