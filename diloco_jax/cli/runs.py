@@ -354,10 +354,10 @@ def _check_slice(arguments: argparse.Namespace, slices: int) -> None:
 def _in_slices(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, address: str, stop: Event) -> int:
     """Run one slice of an island of several."""
     from diloco_jax.runtime.local.run import next_incarnation
-    from diloco_jax.runtime.slices.process import Place, SliceProcess
+    from diloco_jax.runtime.slices.process import SlicePlace, SliceProcess
 
     name = arguments.island
-    place = Place(arguments.slice, tuple(arguments.slices.split(",")))
+    place = SlicePlace(arguments.slice, tuple(arguments.slices.split(",")))
     return SliceProcess(config, name, place, address, run_dir, lambda: next_incarnation(run_dir, name), stop).run()
 
 

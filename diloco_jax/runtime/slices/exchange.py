@@ -26,7 +26,7 @@ class Sending(NamedTuple):
     payload: memoryview
 
 
-class Exchange:
+class TurnExchange:
     """One attempt of a turn at one slice; a slice that only listens adds nothing.
 
     Args:

@@ -8,17 +8,17 @@ from typing import Any, Literal, NamedTuple
 
 from diloco_jax.runtime.island.threads import start_thread
 from diloco_jax.runtime.records.pulse import Pulse
-from diloco_jax.runtime.slices.member import Member, Standing
+from diloco_jax.runtime.slices.member import HeldState, SliceMember
 from diloco_jax.runtime.slices.messages import (
     CHANGES,
-    Begin,
+    BeginCopy,
     Caught,
     Chunk,
     Commit,
     End,
     Follow,
     Give,
-    Held,
+    HoldsMean,
     Lead,
     Mean,
     Stand,
@@ -50,13 +50,13 @@ class Chosen(NamedTuple):
     leader: int
     term: int
     # The leader's state when it began.
-    base: Standing
+    base: HeldState
 
 
 Ended = Literal["lost", "stopped", "over"]
 
 
-class Follower:
+class FollowingSlice:
     """One slice between two times of leading; for the thread that steps.
 
     Args:
@@ -66,7 +66,7 @@ class Follower:
     """
 
     def __init__(
-        self, member: Member, slices: int, least: int, patience_s: float, stopped: Callable[[], bool], pulse: Pulse
+        self, member: SliceMember, slices: int, least: int, patience_s: float, stopped: Callable[[], bool], pulse: Pulse
     ) -> None:
         self._member = member
         self._links = member.links
@@ -80,7 +80,7 @@ class Follower:
     def elect(self) -> Chosen | None:
         """Return who leads: another slice that says so, or this one if it has the best state; None if stopped."""
         member, links, began_s = self._member, self._links, time.monotonic()
-        states: dict[int, Standing] = {}
+        states: dict[int, HeldState] = {}
         told: dict[int, int] = {}
         awaited_s = began_s + (START_S if self._first else VOTE_S)
         refused: set[int] = set()
@@ -111,10 +111,10 @@ class Follower:
             if item is None or links.connected.get(item.slice) != item.session:
                 continue
             if isinstance(item.message, Stand):
-                states[item.slice] = Standing(*item.message)
+                states[item.slice] = HeldState(*item.message)
             elif isinstance(item.message, Lead) and item.message.term >= member.standing.term:
                 self._first = False
-                return Chosen(item.slice, item.message.term, Standing(*item.message[1:]))
+                return Chosen(item.slice, item.message.term, HeldState(*item.message[1:]))
         return None
 
     def follow(self, chosen: Chosen) -> Ended:
@@ -156,7 +156,7 @@ class Follower:
 class Obedience:
     """The messages of one leader, and what of them is done; it waits for nothing."""
 
-    def __init__(self, member: Member, leader: int, term: int, has_state: bool) -> None:
+    def __init__(self, member: SliceMember, leader: int, term: int, has_state: bool) -> None:
         self._member, self._leader, self._term = member, leader, term
         self._has_state = has_state
         self._backlog: deque[tuple[Any, Any]] = deque()
@@ -175,7 +175,7 @@ class Obedience:
                 case StatePart():
                     if self._receiving is not None and self._receiving.expects(message):
                         self._receiving.add(message, payload)
-                case Begin(term, change) if sender == self._leader and term == self._term:
+                case BeginCopy(term, change) if sender == self._leader and term == self._term:
                     self._backlog.clear()
                     member.abandon()
                     self._has_state, self._caught = False, False
@@ -235,4 +235,4 @@ class Obedience:
             at = exchange.turn.change, exchange.turn.attempt
             if at != self._told:
                 self._told = at
-                self._member.links.send(self._leader, Held(*at))
+                self._member.links.send(self._leader, HoldsMean(*at))

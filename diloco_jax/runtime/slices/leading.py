@@ -25,21 +25,21 @@ from diloco_jax.runtime.island.saved_states import Leaves, StateName
 from diloco_jax.runtime.island.threads import start_thread
 from diloco_jax.runtime.slices.division import owners_of
 from diloco_jax.runtime.slices.following import BEAT_S, POLL_S, VOTE_S, Chosen
-from diloco_jax.runtime.slices.member import Member
+from diloco_jax.runtime.slices.member import SliceMember
 from diloco_jax.runtime.slices.messages import (
-    Adopt,
-    Begin,
+    AdoptValue,
+    BeginCopy,
     Caught,
     Chunk,
     Commit,
     End,
     Follow,
     Give,
-    Held,
+    GoBack,
+    HoldsMean,
     Lead,
     Mean,
     Overwrite,
-    Restore,
     Stand,
     Turn,
 )
@@ -66,7 +66,7 @@ class Leadership:
     """
 
     def __init__(
-        self, member: Member, chosen: Chosen, least: int, straggler_s: float, leaving: Callable[[], bool]
+        self, member: SliceMember, chosen: Chosen, least: int, straggler_s: float, leaving: Callable[[], bool]
     ) -> None:
         self.member = member
         self._links = member.links
@@ -227,7 +227,7 @@ class Leadership:
         match message:
             case Chunk() | Mean():
                 self.member.route(slice_, message, item.payload)
-            case Held(change, attempt):
+            case HoldsMean(change, attempt):
                 exchange = self.member.exchange
                 if exchange is not None and (change, attempt) == (exchange.turn.change, exchange.turn.attempt):
                     self._held.add(slice_)
@@ -255,7 +255,7 @@ class Leadership:
             self._waiting.discard(slice_)
             donor = max(self.members, default=member.own)
             change = member.standing.change
-            self._links.send(slice_, Begin(self.term, change))
+            self._links.send(slice_, BeginCopy(self.term, change))
             self._joining[slice_] = donor
             if donor == member.own:
                 member.give(slice_, change, lambda body: start_thread(body, "give", daemon=True))
@@ -319,7 +319,7 @@ class ForwardingIsland:
         self, fragment: Any, values: Any, *, mode: Any = "overwrite", alpha: float = 0.0, sent: Any = None
     ) -> None:
         flat = whole(fragment).flat(values)
-        self._leadership.change(lambda change: Adopt(change, fragment.fragment_id, mode, alpha), flat)
+        self._leadership.change(lambda change: AdoptValue(change, fragment.fragment_id, mode, alpha), flat)
         self._island.adopt(fragment, values, mode=mode, alpha=alpha, sent=sent)
 
     def overwrite(self, fragment: Any, values: Any) -> None:
@@ -330,7 +330,7 @@ class ForwardingIsland:
     def load_shards(self, leaves: Leaves) -> None:
         """Load a state; the other slices have a copy of the one in memory, and get one from disk from this slice."""
         if leaves is self._leadership.member.copy:
-            self._leadership.change(Restore)
+            self._leadership.change(GoBack)
             self._island.load_shards(leaves)
         else:
             self._island.load_shards(leaves)

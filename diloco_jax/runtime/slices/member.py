@@ -15,15 +15,15 @@ from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.layout import Layout, whole
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.saved_states import Leaves, StateName
-from diloco_jax.runtime.slices.exchange import Exchange, Sending
+from diloco_jax.runtime.slices.exchange import Sending, TurnExchange
 from diloco_jax.runtime.slices.messages import (
-    Adopt,
+    AdoptValue,
     Change,
     Chunk,
     Commit,
+    GoBack,
     Mean,
     Overwrite,
-    Restore,
     Turn,
     check_numbers,
     check_turn,
@@ -43,14 +43,14 @@ MODES = ("overwrite", "blend")
 log = logging.getLogger(__name__)
 
 
-class Standing(NamedTuple):
+class HeldState(NamedTuple):
     """Name of a slice's state: the term of the leader whose changes it obeyed, and the number of the last one."""
 
     term: int = 0
     change: int = 0
 
 
-class Member:
+class SliceMember:
     """The devices and the state of one slice, and its part in the present turn.
 
     Args:
@@ -67,12 +67,12 @@ class Member:
         self.size = loop.part_size
         self.links = links
         self.steps = loop.parts
-        self.standing = Standing()
+        self.standing = HeldState()
         # The name of the learner's state, whose fragments may be newer; None before the first turn.
         self.name: StateName | None = None
         # The state when the present leader began, until its first turn.
         self.copy: Leaves | None = None
-        self.exchange: Exchange | None = None
+        self.exchange: TurnExchange | None = None
         # Parts of the present turn that this slice has computed.
         self._parts: dict[int, Part] = {}
         # What came before its turn, by sender.
@@ -87,7 +87,7 @@ class Member:
         """Keep a copy of the present state, which a new leader may go back to."""
         self.abandon()
         self.copy = copy_of(self.loop.island) if self.standing.change else None
-        self.standing = Standing(term, self.standing.change)
+        self.standing = HeldState(term, self.standing.change)
 
     def abandon(self) -> None:
         """Forget the present turn: its step was not made."""
@@ -126,7 +126,7 @@ class Member:
             self._parts.clear()
         self.copy = None
         self.name = name
-        self.exchange = exchange = Exchange(self.own, turn, self.steps.size)
+        self.exchange = exchange = TurnExchange(self.own, turn, self.steps.size)
         mine = [part for part, owner in enumerate(turn.owners) if owner == self.own and self.own in turn.members]
         missing = [part for part in mine if part not in self._parts]
         for part in mine:
@@ -208,13 +208,13 @@ class Member:
             case Commit(change):
                 self.apply(change)
                 return
-            case Adopt(_, fragment_id, mode, alpha):
+            case AdoptValue(_, fragment_id, mode, alpha):
                 if mode not in MODES:
                     raise ValueError(f"a value is to be adopted with {mode[:80]!r}, expected {' or '.join(MODES)}")
                 island.adopt(*self._value(fragment_id, payload), mode=mode, alpha=alpha)  # type: ignore[arg-type]
             case Overwrite(_, fragment_id):
                 island.overwrite(*self._value(fragment_id, payload))
-            case Restore():
+            case GoBack():
                 if self.copy is None:
                     raise ValueError("the state when the leader began is not here any more")
                 island.load_shards(self.copy)
@@ -234,7 +234,7 @@ class Member:
         leaves = received.leaves()
         self.loop.island.check_shards(leaves)
         self.loop.island.load_shards(leaves)
-        self.standing = Standing(received.term, received.change)
+        self.standing = HeldState(received.term, received.change)
 
     def give(self, to: int, change: int, start: Callable[[Callable[[], None]], None]) -> None:
         """Send a copy of the present state to another slice, from a thread that `start` makes.

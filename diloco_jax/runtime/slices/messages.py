@@ -35,7 +35,7 @@ class Follow(NamedTuple):
     has_state: bool
 
 
-class Begin(NamedTuple):
+class BeginCopy(NamedTuple):
     """Notice that the sender's changes after this one follow, while a member sends the state after this one."""
 
     term: int
@@ -109,7 +109,7 @@ class Mean(NamedTuple):
     chunk: int
 
 
-class Held(NamedTuple):
+class HoldsMean(NamedTuple):
     """Notice to the leader that the sender holds the whole mean gradient of a turn."""
 
     change: int
@@ -122,7 +122,7 @@ class Commit(NamedTuple):
     change: int
 
 
-class Adopt(NamedTuple):
+class AdoptValue(NamedTuple):
     """Request to adopt a global value of a fragment; its payload has the float32 numbers."""
 
     change: int
@@ -138,7 +138,7 @@ class Overwrite(NamedTuple):
     fragment_id: int
 
 
-class Restore(NamedTuple):
+class GoBack(NamedTuple):
     """Request to go back to the copy of the state that each slice made when the present leader began."""
 
     change: int
@@ -150,10 +150,10 @@ class End(NamedTuple):
     status: int
 
 
-Change: TypeAlias = Commit | Adopt | Overwrite | Restore
+Change: TypeAlias = Commit | AdoptValue | Overwrite | GoBack
 CHANGES: tuple[type, ...] = get_args(Change)
 Message: TypeAlias = (
-    Lead | Stand | Follow | Begin | Give | StatePart | Caught | Turn | Chunk | Mean | Held | Change | End
+    Lead | Stand | Follow | BeginCopy | Give | StatePart | Caught | Turn | Chunk | Mean | HoldsMean | Change | End
 )
 MESSAGES: tuple[type, ...] = get_args(Message)
 

@@ -15,9 +15,9 @@ from diloco_jax.runtime.island.threads import start_thread
 from diloco_jax.runtime.learner.joined import Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT, RefusedForGood
-from diloco_jax.runtime.slices.following import Chosen, Follower
+from diloco_jax.runtime.slices.following import Chosen, FollowingSlice
 from diloco_jax.runtime.slices.leading import Leadership, SlicedLoop, SliceLost
-from diloco_jax.runtime.slices.member import Member
+from diloco_jax.runtime.slices.member import SliceMember
 from diloco_jax.runtime.slices.messages import MESSAGES
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
@@ -29,7 +29,7 @@ HAND_OVER_S = 3.0
 log = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
+class SlicePlace(NamedTuple):
     """This process's place in its island."""
 
     own: int
@@ -51,13 +51,13 @@ class SliceProcess:
         ValueError: the model cannot be divided over slices, or the connections are refused by a setting.
     """
 
-    _member: Member
+    _member: SliceMember
 
     def __init__(
         self,
         config: RunConfig,
         learner_id: str,
-        place: Place,
+        place: SlicePlace,
         address: str,
         run_dir: Path,
         incarnation: Callable[[], int],
@@ -80,9 +80,9 @@ class SliceProcess:
             GlobalValues(self._run.fragments, config.wire.down)
             # The others count on a slice that they can reach, so it must be able to follow by then.
             links = SliceLinks(config.transport, config.name, self._learner_id, own, self._place.addresses, MESSAGES)
-            member = self._member = Member(own, self._run, loop, links)
+            member = self._member = SliceMember(own, self._run, loop, links)
             try:
-                follower = Follower(
+                follower = FollowingSlice(
                     member,
                     len(self._place.addresses),
                     islands.slices_least,

@@ -15,7 +15,7 @@ from diloco_jax.core.fragments import Fragment, Slice
 from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.slices.following import Chosen, Obedience
 from diloco_jax.runtime.slices.leading import Leadership
-from diloco_jax.runtime.slices.member import Member, Standing
+from diloco_jax.runtime.slices.member import HeldState, SliceMember
 from diloco_jax.runtime.slices.messages import MESSAGES, Follow
 from diloco_jax.training.parts import Part
 from diloco_jax.training.whole_state.layout import StateLayout
@@ -167,12 +167,12 @@ class Net:
             for other in range(number):
                 self.connect(number, other)
 
-    def _member(self, number: int) -> Member:
+    def _member(self, number: int) -> SliceMember:
         halves = [Slice("x", 0, 0, 4), Slice("x", 0, 4, SIZE)]
         fragments = [Fragment(n, (half,), ((half.stop - half.start,),), 4 - n) for n, half in enumerate(halves)]
         islands = SimpleNamespace(slices=SLICES)
         run = SimpleNamespace(fragments=tuple(fragments), config=SimpleNamespace(islands=islands))
-        return Member(number, cast(Any, run), cast(Any, Loop()), cast(Any, self.links[number]))
+        return SliceMember(number, cast(Any, run), cast(Any, Loop()), cast(Any, self.links[number]))
 
     def session(self, number: int) -> int:
         return self._sessions[number]
@@ -228,11 +228,11 @@ class Net:
 
     def lead(self, least: int = 1, straggler_s: float = 3.0) -> Leadership:
         """Let slice 0 lead the others, which all have its state."""
-        chosen = Chosen(0, TERM, Standing())
+        chosen = Chosen(0, TERM, HeldState())
         return Leadership(self.members[0], chosen, least, straggler_s, lambda: False)
 
     def follow(self, number: int, leadership: Leadership, has_state: bool = True) -> Obedience:
-        """Let a slice follow slice 0, as `Follower.follow` does."""
+        """Let a slice follow slice 0, as `FollowingSlice.follow` does."""
         member = self.members[number]
         if has_state:
             member.begin_term(leadership.term)

@@ -7,7 +7,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from diloco_jax.runtime.slices.exchange import Exchange, Sending
+from diloco_jax.runtime.slices.exchange import Sending, TurnExchange
 from diloco_jax.runtime.slices.messages import Chunk, Mean, Turn
 from diloco_jax.training.parts import Part
 
@@ -34,10 +34,10 @@ def turn(owners: tuple[int, ...], members: tuple[int, ...], listeners: tuple[int
     return Turn(64, 5, 0, 0.1, tuple(((n, n + 1),) for n in range(len(owners))), owners, members, listeners, "[]")
 
 
-def made(request: Turn, given: list[Part], seed: int = 0) -> dict[int, Exchange]:
+def made(request: Turn, given: list[Part], seed: int = 0) -> dict[int, TurnExchange]:
     """Deliver all messages of a turn, in any order."""
     size, chance = given[0].flat.size, random.Random(seed)
-    slices = {own: Exchange(own, request, size) for own in (*request.members, *request.listeners)}
+    slices = {own: TurnExchange(own, request, size) for own in (*request.members, *request.listeners)}
     ways: dict[tuple[int, int], deque[Sending]] = {(a, b): deque() for a in slices for b in slices if a != b}
     for part, owner in enumerate(request.owners):
         for sending in slices[owner].add(part, given[part]):
@@ -82,7 +82,7 @@ def test_the_mean_of_equal_parts_is_exact() -> None:
 
 def test_a_member_is_complete_only_with_every_part_and_every_chunk() -> None:
     given = parts(7)
-    one = Exchange(1, turn((0, 1, 2), (0, 1, 2)), 7)
+    one = TurnExchange(1, turn((0, 1, 2), (0, 1, 2)), 7)
     assert not one.complete and one.lacks == {0, 2}
     assert len(list(one.add(1, given[1]))) == 2
     chunk = given[0].flat[2:4]
@@ -114,7 +114,7 @@ def chunk_of(part: int, **metrics: float) -> Chunk:
     ],
 )
 def test_what_does_not_belong_to_a_turn_is_refused(sender: int, message: Chunk | Mean, size: int) -> None:
-    one = Exchange(1, turn((0, 1, 2), (0, 1, 2)), 7)
+    one = TurnExchange(1, turn((0, 1, 2), (0, 1, 2)), 7)
     list(one.add(1, parts(7)[1]))
     with pytest.raises(ValueError, match=r"does not belong to this turn|other metrics"):
         if isinstance(message, Mean):
@@ -125,6 +125,6 @@ def test_what_does_not_belong_to_a_turn_is_refused(sender: int, message: Chunk |
 
 
 def test_a_slice_that_only_listens_takes_no_chunk() -> None:
-    three = Exchange(3, turn((0, 1, 2), (0, 1, 2), (3,)), 7)
+    three = TurnExchange(3, turn((0, 1, 2), (0, 1, 2), (3,)), 7)
     with pytest.raises(ValueError, match="does not belong"):
         list(three.on_chunk(0, chunk_of(0), np.zeros(3, np.float32)))

@@ -7,22 +7,22 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from diloco_jax.runtime.slices.following import BACKLOG_MAX, START_S, VOTE_S, Chosen, Follower, Obedience
-from diloco_jax.runtime.slices.member import Standing
+from diloco_jax.runtime.slices.following import BACKLOG_MAX, START_S, VOTE_S, Chosen, FollowingSlice, Obedience
+from diloco_jax.runtime.slices.member import HeldState
 from diloco_jax.runtime.slices.messages import (
-    Adopt,
-    Begin,
+    AdoptValue,
+    BeginCopy,
     Caught,
     Chunk,
     Commit,
     End,
     Follow,
     Give,
-    Held,
+    GoBack,
+    HoldsMean,
     Lead,
     Mean,
     Overwrite,
-    Restore,
     Stand,
     StatePart,
     Turn,
@@ -45,13 +45,13 @@ class Stop:
         return self._left < 0
 
 
-def follower(net: Net, own: int = 1, least: int = 1, stopped: Callable[[], bool] = lambda: False) -> Follower:
-    return Follower(net.members[own], 3, least, 3.0, stopped, PULSE)
+def follower(net: Net, own: int = 1, least: int = 1, stopped: Callable[[], bool] = lambda: False) -> FollowingSlice:
+    return FollowingSlice(net.members[own], 3, least, 3.0, stopped, PULSE)
 
 
 def stands(net: Net, own: int, states: dict[int, tuple[int, int]]) -> None:
     """Give this slice a state, and let the others tell theirs."""
-    net.members[own].standing = Standing(*states.pop(own))
+    net.members[own].standing = HeldState(*states.pop(own))
     for sender, state in states.items():
         net.put(own, sender, Stand(*state))
 
@@ -80,7 +80,9 @@ def test_the_best_state_leads_then_the_lowest_number(net: Net, states: dict[int,
 def test_a_slice_alone_leads_after_a_while(net: Net) -> None:
     net.kill(1)
     chosen = follower(net).elect()
-    assert chosen == Chosen(1, TERM + 1, Standing()) and START_S < net.now_s < START_S + 1, "the others may be starting"
+    assert chosen == Chosen(1, TERM + 1, HeldState()) and START_S < net.now_s < START_S + 1, (
+        "the others may be starting"
+    )
     again = follower(net)
     again._first = False
     assert again.elect() is not None and net.now_s < START_S + 1 + VOTE_S + 1
@@ -104,7 +106,7 @@ def test_an_old_leader_is_not_followed(net: Net) -> None:
     stands(net, 1, {1: (129, 8), 2: (129, 8)})
     net.put(1, 0, Lead(64, 0, 0))
     net.put(1, 2, Lead(130, 129, 8))
-    assert follower(net).elect() == Chosen(2, 130, Standing(129, 8))
+    assert follower(net).elect() == Chosen(2, 130, HeldState(129, 8))
 
 
 def test_messages_of_an_ended_connection_elect_nobody(net: Net) -> None:
@@ -123,12 +125,14 @@ def test_a_slice_with_an_impossible_term_is_dropped_by_voters(net: Net, message:
     assert chosen is not None and chosen.leader == 0 and net.links[1].dropped.keys() == {2}
 
 
-def follows(net: Net, messages: Iterable[Any], stopped: Callable[[], bool] = lambda: False) -> tuple[str, Follower]:
+def follows(
+    net: Net, messages: Iterable[Any], stopped: Callable[[], bool] = lambda: False
+) -> tuple[str, FollowingSlice]:
     """Let slice 1 follow slice 0 while these messages arrive."""
     for message in messages:
         net.put(1, 0, message)
     found = follower(net, stopped=stopped)
-    return found.follow(Chosen(0, TERM, Standing())), found
+    return found.follow(Chosen(0, TERM, HeldState())), found
 
 
 def test_the_leader_ends_the_others_with_a_status(net: Net) -> None:
@@ -196,13 +200,13 @@ def test_a_turn_is_held_and_made_only_with_its_commit(net: Net) -> None:
         take(obedience, Chunk(TERM, 1, 0, number, {"loss": 1.0}, 1.0), flat[2:4].tobytes(), number)
         take(obedience, Mean(TERM, 1, 0, number), flat[start:stop].tobytes(), number)
     assert obedience.advance() is None and net.members[1].standing == (TERM, 1)
-    assert [m for _, m in net.links[1].sent if isinstance(m, Held)] == [], "it was committed at once"
+    assert [m for _, m in net.links[1].sent if isinstance(m, HoldsMean)] == [], "it was committed at once"
     assert net.state(1)[:2].tobytes() == (STATE - np.float32(0.5) * flat)[:2].tobytes()
 
 
 def test_a_state_in_parts_comes_before_the_changes_after_it(net: Net) -> None:
     obedience, there = obedient(net, has_state=False), np.full(SIZE, 5, np.float32)
-    take(obedience, Begin(TERM, 9))
+    take(obedience, BeginCopy(TERM, 9))
     take(obedience, Overwrite(10, 1), np.zeros(3, np.float32).tobytes())
     content = there.tobytes()
     for start, stop in ((0, 8), (8, 28)):
@@ -215,10 +219,10 @@ def test_a_state_in_parts_comes_before_the_changes_after_it(net: Net) -> None:
 
 def test_a_state_that_is_begun_again_forgets_what_came(net: Net) -> None:
     obedience = obedient(net, has_state=False)
-    take(obedience, Begin(TERM, 9))
+    take(obedience, BeginCopy(TERM, 9))
     take(obedience, StatePart(TERM, 9, 0, 28), bytes(8), 2)
     take(obedience, Commit(10))
-    take(obedience, Begin(TERM, 12))
+    take(obedience, BeginCopy(TERM, 12))
     take(obedience, StatePart(TERM, 9, 8, 28), bytes(8), 2)
     take(obedience, StatePart(TERM - 64, 12, 0, 28), bytes(8), 2)
     take(obedience, StatePart(TERM, 12, 0, 28), np.ones(SIZE, np.float32).tobytes(), 0)
@@ -248,12 +252,12 @@ OF_OTHERS = [
     (turn(), b""),
     (Commit(1), b""),
     (Overwrite(1, 0), bytes(16)),
-    (Restore(1), b""),
+    (GoBack(1), b""),
     (Give(2, 0), b""),
-    (Begin(TERM, 5), b""),
+    (BeginCopy(TERM, 5), b""),
     (End(2), b""),
     (StatePart(TERM, 0, 0, 28), bytes(28)),
-    (Held(1, 0), b""),
+    (HoldsMean(1, 0), b""),
     (Caught(1), b""),
     (Follow(TERM, True), b""),
 ]
@@ -267,8 +271,8 @@ def test_only_the_leader_is_obeyed(net: Net, message: Any, payload: bytes) -> No
     assert net.state(1).tobytes() == STATE.tobytes() and not net.links[1].dropped
 
 
-def adopt(fragment_id: int = 0, mode: str = "overwrite", change: int = 1) -> Adopt:
-    return Adopt(change, fragment_id, mode, 0.5)
+def adopt(fragment_id: int = 0, mode: str = "overwrite", change: int = 1) -> AdoptValue:
+    return AdoptValue(change, fragment_id, mode, 0.5)
 
 
 WRONG: list[tuple[Any, bytes]] = [
@@ -292,7 +296,7 @@ WRONG: list[tuple[Any, bytes]] = [
     *((adopt(change=change), bytes(16)) for change in (0, 2)),
     *((Overwrite(1, fragment_id), bytes(16)) for fragment_id in (1, 2)),
     (Overwrite(5, 0), bytes(16)),
-    (Restore(1), b""),
+    (GoBack(1), b""),
     *((Give(to, 0), b"") for to in (1, 3, HUGE >> 1)),
     (Give(2, 7), b""),
     (End(256), b""),
@@ -309,7 +313,8 @@ def test_a_leader_that_cannot_be_obeyed_is_dropped(net: Net, message: Any, paylo
 
 
 @pytest.mark.parametrize(
-    "message", [Commit(-1), End(-1), Give(-1, 0), Adopt(-1, 0, "blend", 0.5), Overwrite(1, -1), Begin(TERM, -1)]
+    "message",
+    [Commit(-1), End(-1), Give(-1, 0), AdoptValue(-1, 0, "blend", 0.5), Overwrite(1, -1), BeginCopy(TERM, -1)],
 )
 def test_a_negative_number_drops_its_sender_before_anything_else(net: Net, message: Any) -> None:
     ended, _ = follows(net, [message])
@@ -328,7 +333,7 @@ def test_a_negative_number_drops_its_sender_before_anything_else(net: Net, messa
 )
 def test_a_part_that_does_not_fit_a_state_names_the_reason(net: Net, part: StatePart, payload: bytes) -> None:
     obedience = obedient(net, has_state=False)
-    take(obedience, Begin(TERM, 9))
+    take(obedience, BeginCopy(TERM, 9))
     problem = obedience.take(2, part, payload)
     assert problem is not None and "do all slices have the same config?" in problem
     assert obedience.advance() is None and net.members[1].standing == (0, 0)

@@ -7,13 +7,13 @@ import pytest
 
 from diloco_jax.runtime.slices.leading import ForwardingIsland, Leadership, SliceLost
 from diloco_jax.runtime.slices.messages import (
-    Begin,
+    BeginCopy,
     Caught,
     Chunk,
     Commit,
     Follow,
     Give,
-    Held,
+    HoldsMean,
     Lead,
     Mean,
     Stand,
@@ -183,7 +183,7 @@ def test_a_slice_that_returns_gets_the_state_from_a_member_while_steps_go_on(net
     make(leadership)
     turn = next(message for _, message in reversed(net.links[0].sent) if isinstance(message, Turn))
     assert (turn.members, turn.listeners) == ((0, 1), (2,)), "it takes the mean of this step, and adds nothing yet"
-    assert net.links[0].sent.count((2, Begin(TERM, 3))) == net.links[0].sent.count((1, Give(2, 3))) == 1
+    assert net.links[0].sent.count((2, BeginCopy(TERM, 3))) == net.links[0].sent.count((1, Give(2, 3))) == 1
     assert any(isinstance(message, StatePart) for to, message in net.links[1].sent if to == 2)
     make(leadership, 2)
     assert leadership.members == {1, 2} and len(net.computed(2)) == 2
@@ -286,7 +286,7 @@ WRONG = [
     (Mean(TERM, 3, 0, 2), bytes(12)),
     (Mean(TERM, 3, 0, 1), bytes(4)),
     (Mean(-1, 3, 0, 1), bytes(8)),
-    (Held(3, HUGE), b""),
+    (HoldsMean(3, HUGE), b""),
     (Follow(-1, True), b""),
     (Stand(HUGE, HUGE), b""),
     (Lead(HUGE, 0, 0), b""),
@@ -310,12 +310,12 @@ def test_a_wrong_message_ends_only_the_connection_of_its_sender(net: Net, messag
     "message",
     [
         Caught(0),
-        Held(1, 0),
-        Held(99, 99),
+        HoldsMean(1, 0),
+        HoldsMean(99, 99),
         Follow(TERM - 1, True),
         Give(0, 0),
         Give(9, 9),
-        Begin(TERM, 0),
+        BeginCopy(TERM, 0),
         Commit(3),
         StatePart(TERM, 2, 0, 4),
         Turn(TERM, 3, 0, 0.1, (), (), (), (), ""),
