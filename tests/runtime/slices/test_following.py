@@ -30,7 +30,7 @@ from diloco_jax.runtime.slices.messages import (
 from tests.runtime.slices.island import NAME, PARTS, SIZE, TERM, Net, stepped
 
 HUGE = (1 << 63) - 1
-PULSE = cast(Any, SimpleNamespace(beat=lambda: None))
+PULSE = cast(Any, SimpleNamespace(beat=lambda: None, ready=lambda trains: None))
 STATE = np.arange(SIZE, dtype=np.float32)
 
 
