@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,6 +157,8 @@ class Outline:
     took: list[TookState] = field(default_factory=list)
     # The lines of copies by local step.
     copied: dict[int, list[int]] = field(default_factory=dict)
+    # The local step of the copies that no line tells of, by line.
+    kept: dict[int, int] = field(default_factory=dict)
     sent: list[tuple[int, SentValue]] = field(default_factory=list)
     lost_at: int | None = None
     # The last line that must be repeated.
@@ -177,10 +180,14 @@ class Outline:
     def lines_of_copy(self, local_step: int, what: str) -> list[int]:
         """Return the lines of copies of the state after a local step; ValueError if the tape ends before it.
 
-        No line tells of the state that another slice of the island kept in memory: it is that of the step's line.
+        No line tells when another slice of the island kept the state in memory: after the step, or after one of the
+        values that the island adopted before the next step.
         """
         if local_step not in self.copied:
-            self.copied[local_step] = [self.line_of(local_step, what)]
+            first = self.line_of(local_step, what)
+            end = self.steps[local_step] if local_step < len(self.steps) else inf
+            self.copied[local_step] = [first, *(line for line, _ in self.adopted if first < line < end)]
+            self.kept |= dict.fromkeys(self.copied[local_step], local_step)
         return [self._whole(line, what) for line in self.copied[local_step]]
 
     def _whole(self, line: int, what: str) -> int:

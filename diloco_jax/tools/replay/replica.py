@@ -224,6 +224,8 @@ class Replica:
                 raise ValueError(f"{self._need.path} was changed while it was replayed; start again")
             self._repeat(entry)
             self._line = number
+            if number in self._need.kept:
+                self._copy(self._need.kept[number])
         self._state = self._trainer.island.state
         # At the end of the incarnation, only its payloads and copies are still needed.
         if self._line >= self._need.stop:
@@ -245,8 +247,6 @@ class Replica:
                 self._world.on_loss(self.incarnation, entry, loss)
                 for fragment_id in sorted(self._stage_at.get(entry.local_step, ())):
                     self._stage(fragment_id, entry.local_step)
-                if self._need.steps[entry.local_step - 1] in self._need.copied.get(entry.local_step, ()):
-                    self._copy(entry.local_step)
             case learner_tapes.TookValue((fragment_id, version, _) as name, merged_round):
                 self._versions[fragment_id] = version
                 self._adoptions.unstage_all(fragment_id)

@@ -252,6 +252,19 @@ def test_lines_that_a_full_disk_refused(tmp_path: Path) -> None:
         found.line_of(3, "it")
 
 
+def test_a_state_in_memory_was_kept_after_its_step_or_after_a_value_that_followed(tmp_path: Path) -> None:
+    """No line says which; a state on disk, or for a peer, has its own line."""
+    steps = [["step", n, n, [[n, n + 1]], 0.5] for n in (1, 2, 3)]
+    adopted = [["adopt", fragment_id, 7, 1, 99, -1] for fragment_id in range(4)]
+    found = outline(
+        _write_tape(
+            tmp_path, "a", [adopted[0], steps[0], *adopted[1:3], steps[1], ["saved", 2, 7], adopted[3], steps[2]]
+        )
+    )
+    assert found.lines_of_copy(1, "b") == [3, 4, 5] and found.kept == {3: 1, 4: 1, 5: 1}
+    assert found.lines_of_copy(2, "b") == [7] and found.lines_of_copy(3, "b") == [9]
+
+
 def test_broken_syncer_tapes_are_named(tmp_path: Path) -> None:
     pair = TapedPair(tmp_path)
     config = config_of(pair)
