@@ -93,6 +93,16 @@ class Leadership:
         while time.monotonic() < until_s and self.members | self._waiting < self._links.connected.keys():
             self._pump(POLL_S)
 
+    @property
+    def unchanged(self) -> bool:
+        """Tell whether the state is still the one from which this slice began to lead."""
+        return self.member.standing == self._base
+
+    def look(self) -> None:
+        """Take the messages that are here; `SliceLost` if this slice cannot continue to lead."""
+        while self._pump(0.0):
+            pass
+
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
             self._tell()
@@ -142,8 +152,7 @@ class Leadership:
     def make(self, rate: float, parts: Sequence[Ranges], name: str) -> dict[str, float]:
         """Make one step with all members, and return its metrics; `SliceLost` if this slice cannot lead any more."""
         self._commit()
-        while self._pump(0.0):
-            pass
+        self.look()
         self._admit()
         began_s = time.monotonic()
         member, attempt, had = self.member, 0, dict[int, set[int]]()
@@ -233,7 +242,7 @@ class Leadership:
                     self._held.add(slice_)
             case Follow(term, has_state) if term == self.term:
                 # A slice that did not get the request of a turn cannot commit it.
-                if has_state and self.member.standing == self._base and self.member.exchange is None:
+                if has_state and self.unchanged and self.member.exchange is None:
                     self.members.add(slice_)
                     log.info(f"slice {slice_} follows; {self.count} train")
                 else:

@@ -21,10 +21,13 @@ from diloco_jax.runtime.slices.member import SliceMember
 from diloco_jax.runtime.slices.messages import MESSAGES
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.transport.link import TransportError
 from diloco_jax.transport.slices.links import SliceLinks
 
 # A leader that was asked to end and is not making a step says goodbye to the syncer after so long.
 HAND_OVER_S = 3.0
+# A leader that cannot reach the syncer tries again after so long.
+AGAIN_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -113,18 +116,7 @@ class SliceProcess:
         start_thread(lambda: self._hurry(hurry, ended), "hurry", daemon=True)
         try:
             leadership.gather()
-            with closing(island_pulse(self._config, self._run_dir, self._learner_id)) as pulse:
-                incarnation, member = self._incarnation(), self._member
-                kept = None
-                if member.copy is not None and member.name is not None and member.name.local_step:
-                    kept = KeptState(member.name, member.copy)
-                joining = Joining(
-                    self._config, self._learner_id, incarnation, self._address, self._run_dir, pulse, None, kept
-                )
-                loop = SlicedLoop(leadership, shrinks=islands.slices_batch == "shrink")
-                run = LearnerRun(joining, hurry, make_loop=lambda *_: loop)  # type: ignore[arg-type]
-                loop.machine = run.joined.machine
-                reason = run.run()
+            reason = self._learn(leadership, hurry)
         except SliceLost as error:
             log.warning(f"slice {self._place.own} leads no more: {error}")
             return INTERRUPTED if self._stop.is_set() else FAILED
@@ -138,6 +130,32 @@ class SliceProcess:
         leadership.end(0 if complete else INTERRUPTED)
         log.info(f"{self._learner_id}: {reason}")
         return 0 if complete else INTERRUPTED
+
+    def _learn(self, leadership: Leadership, hurry: threading.Event) -> str:
+        """Be the learner until the syncer or this process ends it, and return the reason.
+
+        The syncer may be down while a slice takes over. The state is in memory only, so the leader waits for it.
+        """
+        with closing(island_pulse(self._config, self._run_dir, self._learner_id)) as pulse:
+            while True:
+                incarnation, member = self._incarnation(), self._member
+                kept = None
+                if member.copy is not None and member.name is not None and member.name.local_step:
+                    kept = KeptState(member.name, member.copy)
+                joining = Joining(
+                    self._config, self._learner_id, incarnation, self._address, self._run_dir, pulse, None, kept
+                )
+                loop = SlicedLoop(leadership, shrinks=self._config.islands.slices_batch == "shrink")
+                run = LearnerRun(joining, hurry, make_loop=lambda *_, made=loop: made)
+                loop.machine = run.joined.machine
+                try:
+                    return run.run()
+                except TransportError as error:
+                    if not leadership.unchanged or self._stop.is_set():
+                        raise
+                    log.warning(f"{error}; slice {self._place.own} tries again, since the state is in its memory")
+                    self._stop.wait(AGAIN_S)
+                    leadership.look()
 
     def _hurry(self, hurry: threading.Event, ended: threading.Event) -> None:
         while not ended.is_set():
