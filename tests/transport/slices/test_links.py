@@ -57,6 +57,12 @@ class Island:
         return found
 
 
+@pytest.fixture(autouse=True)
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each refusal have a line: tests before this one may have had some of the same caller in the last minute."""
+    monkeypatch.setattr(REFUSALS, "_pairs", {})
+
+
 @pytest.fixture
 def island() -> Iterator[Island]:
     made = Island(3)
@@ -179,10 +185,8 @@ STRANGERS = {
 
 
 @pytest.fixture
-def guarded(island: Island, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SliceLinks:
+def guarded(island: Island, tmp_path: Path) -> SliceLinks:
     """Return slice 0 of a run with a token."""
-    # Each test gets its own lines in the log.
-    monkeypatch.setattr(REFUSALS, "_pairs", {})
     (tmp_path / "token").write_text("secret\n")
     island.config = TransportConfig(token_file=str(tmp_path / "token"))
     return island.open(0)
