@@ -48,6 +48,8 @@ from diloco_jax.runtime.slices.messages import (
 TURNS_KEPT, USUAL_TIMES = 32, 2.0
 # The first turn of a leader has no usual duration.
 FIRST_S = 60.0
+# A slice that leads no more sends its last messages within this time.
+RESIGN_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,11 @@ class Leadership:
         while time.monotonic() < until_s and self.members | self._waiting < self._links.connected.keys():
             self._pump(POLL_S)
 
+    def look(self) -> None:
+        """Take the messages that have arrived, without a turn."""
+        while self._pump(0.0):
+            pass
+
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
             self._tell()
@@ -103,6 +110,12 @@ class Leadership:
 
     def close(self) -> None:
         self._closed.set()
+
+    def _resign(self, reason: str) -> SliceLost:
+        """Let the other slices find a new leader at once: this process may still be writing a state to disk."""
+        self.close()
+        self._links.close(RESIGN_S)
+        return SliceLost(reason)
 
     def end(self, status: int) -> None:
         """End the other slices with this exit status."""
@@ -142,8 +155,7 @@ class Leadership:
     def make(self, rate: float, parts: Sequence[Ranges], name: str) -> dict[str, float]:
         """Make one step with all members, and return its metrics; `SliceLost` if this slice cannot lead any more."""
         self._commit()
-        while self._pump(0.0):
-            pass
+        self.look()
         self._admit()
         began_s = time.monotonic()
         member, attempt, had = self.member, 0, dict[int, set[int]]()
@@ -210,12 +222,12 @@ class Leadership:
 
     def _check_count(self) -> None:
         if self.count < self._least:
-            raise SliceLost(f"{self.count} slices are left, fewer than islands.slices_least = {self._least}")
+            raise self._resign(f"{self.count} slices are left, fewer than islands.slices_least = {self._least}")
 
     def _pump(self, timeout_s: float) -> bool:
         """Take one message; return False if there was none."""
         if self._leaving():
-            raise SliceLost("this slice was asked to end, and another one leads on")
+            raise self._resign("this slice was asked to end, and another one leads on")
         item = self.member.receive(timeout_s)
         if item is None:
             return False
@@ -245,7 +257,7 @@ class Leadership:
             case Stand():
                 self._links.send(slice_, self._lead)
             case Lead(term) if term > self.term:
-                raise SliceLost(f"slice {slice_} leads in a newer term")
+                raise self._resign(f"slice {slice_} leads in a newer term")
         return True
 
     def _admit(self) -> None:

@@ -39,6 +39,8 @@ EARLY_MAX = 256
 
 # How an island of several slices adopts values; rebase needs what was sent, which only the leader has.
 MODES = ("overwrite", "blend")
+# Digest in a state's name of a fragment that has changed since the name was made; no global value has it.
+CHANGED = -1
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ class SliceMember:
         self.name: StateName | None = None
         # The state when the present leader began, until its first turn.
         self.copy: Leaves | None = None
+        # What the copy is named.
+        self._copied = self.standing, self.name
         self.exchange: TurnExchange | None = None
         # Parts of the present turn that this slice has computed.
         self._parts: dict[int, Part] = {}
@@ -88,6 +92,19 @@ class SliceMember:
         self.abandon()
         self.copy = copy_of(self.loop.island) if self.standing.change else None
         self.standing = HeldState(term, self.standing.change)
+        self._copied = self.standing, self.name
+
+    def end_term(self) -> None:
+        """Forget the present turn; undo the changes of a leader that was lost before its first turn.
+
+        Only a turn names the state after such changes, so a replay could not find it.
+        """
+        self.abandon()
+        standing, name = self._copied
+        if self.copy is not None and self.standing != standing:
+            self.loop.island.load_shards(self.copy)
+            self.standing, self.name = standing, name
+        self.copy = None
 
     def abandon(self) -> None:
         """Forget the present turn: its step was not made."""
@@ -122,6 +139,8 @@ class SliceMember:
         if self.own not in (*turn.members, *turn.listeners):
             raise ValueError(f"slice {self.own} got a turn of slices {turn.members} and {turn.listeners}")
         name = StateName.from_text(turn.name)
+        if len(name.digests) != len(self.fragments):
+            raise ValueError(f"a state's name has {len(name.digests)} digests of {len(self.fragments)} fragments")
         if self.exchange is None or self.exchange.turn.change != turn.change:
             self._parts.clear()
         self.copy = None
@@ -212,13 +231,22 @@ class SliceMember:
                 if mode not in MODES:
                     raise ValueError(f"a value is to be adopted with {mode[:80]!r}, expected {' or '.join(MODES)}")
                 island.adopt(*self._value(fragment_id, payload), mode=mode, alpha=alpha)  # type: ignore[arg-type]
+                self._note_changed(fragment_id)
             case Overwrite(_, fragment_id):
                 island.overwrite(*self._value(fragment_id, payload))
+                self._note_changed(fragment_id)
             case GoBack():
                 if self.copy is None:
                     raise ValueError("the state when the leader began is not here any more")
                 island.load_shards(self.copy)
+                self.name = self._copied[1]
         self.standing = self.standing._replace(change=message.change)
+
+    def _note_changed(self, fragment_id: int) -> None:
+        """Take a fragment out of the state's name, because the next turn is the first to name its new value."""
+        if self.name is not None:
+            digests = tuple(CHANGED if p == fragment_id else each for p, each in enumerate(self.name.digests))
+            self.name = self.name._replace(digests=digests)
 
     def _value(self, fragment_id: int, payload: Any) -> tuple[Fragment, dict[str, np.ndarray]]:
         if fragment_id >= len(self.fragments):
@@ -235,6 +263,8 @@ class SliceMember:
         self.loop.island.check_shards(leaves)
         self.loop.island.load_shards(leaves)
         self.standing = HeldState(received.term, received.change)
+        # The turn that follows names it.
+        self.copy, self.name = None, None
 
     def give(self, to: int, change: int, start: Callable[[Callable[[], None]], None]) -> None:
         """Send a copy of the present state to another slice, from a thread that `start` makes.

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from diloco_jax.runtime.slices.member import SliceMember
 from diloco_jax.runtime.slices.messages import MESSAGES
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.transport.endpoints.reach import await_listener
+from diloco_jax.transport.link import TransportError
 from diloco_jax.transport.slices.links import SliceLinks
 
 # A leader that was asked to end and is not making a step says goodbye to the syncer after so long.
@@ -113,10 +116,11 @@ class SliceProcess:
         start_thread(lambda: self._hurry(hurry, ended), "hurry", daemon=True)
         try:
             leadership.gather()
+            self._await_syncer(leadership, hurry)
             with closing(island_pulse(self._config, self._run_dir, self._learner_id)) as pulse:
                 incarnation, member = self._incarnation(), self._member
                 kept = None
-                if member.copy is not None and member.name is not None and member.name.local_step:
+                if member.copy is not None and member.name is not None:
                     kept = KeptState(member.name, member.copy)
                 joining = Joining(
                     self._config, self._learner_id, incarnation, self._address, self._run_dir, pulse, None, kept
@@ -134,10 +138,22 @@ class SliceProcess:
         finally:
             ended.set()
             leadership.close()
-        complete = reason == RUN_COMPLETE
-        leadership.end(0 if complete else INTERRUPTED)
         log.info(f"{self._learner_id}: {reason}")
-        return 0 if complete else INTERRUPTED
+        if self._stop.is_set() and reason != RUN_COMPLETE:
+            # Only this slice was asked to end.
+            return INTERRUPTED
+        leadership.end(0)
+        return 0
+
+    def _await_syncer(self, leadership: Leadership, hurry: threading.Event) -> None:
+        """Wait without a limit until the syncer listens, because the island's state would be lost with this process."""
+        transport = replace(self._config.transport, address=self._address)
+        while not hurry.is_set():
+            try:
+                return await_listener(transport, "the syncer's address", log.warning, hurry)
+            except TransportError as error:
+                log.warning(f"{error}; waiting on, because this slice has the island's state")
+                leadership.look()
 
     def _hurry(self, hurry: threading.Event, ended: threading.Event) -> None:
         while not ended.is_set():

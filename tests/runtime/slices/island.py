@@ -141,6 +141,10 @@ class Links:
             return -math.inf
         return self._net.silent_since_s.get(number, self._net.now_s)
 
+    def close(self, grace_s: float) -> None:
+        for number in list(self.connected):
+            self._net.cut(self._own, number)
+
     def drop(self, number: int, reason: str) -> None:
         if number in self.connected:
             self.dropped[number] = reason

@@ -166,6 +166,18 @@ def test_a_newer_leader_ends_the_leader(net: Net) -> None:
         make(leadership)
 
 
+def test_a_leader_that_is_asked_to_end_lets_another_one_lead_at_once(net: Net) -> None:
+    """Its process may write a state to disk for minutes; the step that it has made is not lost."""
+    leadership = island_of(net)
+    make(leadership)
+    leadership._leaving = lambda: True
+    with pytest.raises(SliceLost, match="asked to end"):
+        make(leadership)
+    assert not net.links[0].connected and leadership._closed.is_set()
+    net.others_work(0)
+    assert [member.standing.change for member in net.members] == [1, 1, 1]
+
+
 def test_a_slice_that_looks_for_a_leader_is_answered(net: Net) -> None:
     leadership = island_of(net)
     net.put(0, 2, Stand(0, 0))
@@ -189,6 +201,30 @@ def test_a_slice_that_returns_gets_the_state_from_a_member_while_steps_go_on(net
     assert leadership.members == {1, 2} and len(net.computed(2)) == 2
     settled(net, leadership)
     assert net.state(2).tobytes() == expected(net, 6)
+
+
+def test_a_slice_that_loses_its_donor_requests_the_state_again(net: Net) -> None:
+    """The leader does not notice that the connection between two others was lost."""
+    leadership = island_of(net)
+    make(leadership, 2)
+    net.kill(2)
+    make(leadership)
+    net.start(2)
+    net.follow(2, leadership, has_state=False)
+
+    def lose(number: int, item: Item) -> bool:
+        if number == 1 and isinstance(item.message, Give):
+            net.cut(1, 2)
+            net.connect(1, 2)
+            net.on_message = lambda number, item: None
+            return True
+        return False
+
+    net.on_message = lose
+    make(leadership, 4)
+    assert leadership.members == {1, 2} and net.links[2].sent.count((0, Follow(TERM, False))) == 2
+    settled(net, leadership)
+    assert net.state(2).tobytes() == expected(net, 7)
 
 
 def test_another_slice_gives_the_state_if_the_donor_is_lost(net: Net) -> None:
