@@ -186,7 +186,7 @@ class Obedience:
                         self._receiving.add(message, payload)
                 case BeginCopy(term, change) if sender == self._leader and term == self._term:
                     self._backlog.clear()
-                    member.abandon()
+                    member.await_copy(term, change)
                     self._has_state, self._caught = False, False
                     self._receiving = ReceivedCopy(member.loop.island.state_layout, term, change)
                 case _ if sender == self._leader and isinstance(message, (*CHANGES, Turn, Give, End)):

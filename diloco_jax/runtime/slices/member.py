@@ -6,6 +6,7 @@ Only the thread that steps uses it. A member has no timers: its callers decide w
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -36,6 +37,9 @@ from diloco_jax.transport.slices.links import Item, SliceLinks
 
 # Chunks and means of one slice that came before their turn: the leader's request may be slower than its answer.
 EARLY_MAX = 256
+
+# A state is larger than the queue of a connection, so its sender waits while this much is queued, and looks this often.
+AHEAD_BYTES, LOOK_S = 1 << 26, 0.01
 
 # How an island of several slices adopts values; rebase needs what was sent, which only the leader has.
 MODES = ("overwrite", "blend")
@@ -212,11 +216,19 @@ class SliceMember:
             self.name = self.name._replace(local_step=self.name.local_step + 1)
         norm = math.sqrt(float(np.dot(exchange.mean, exchange.mean))) if member else 0.0
         self.abandon()
+        self._forget_early(self.standing)
+        return {**metrics, "grad_norm": norm}
+
+    def await_copy(self, term: int, change: int) -> None:
+        """Forget what is of no use beside another slice's state after this change."""
+        self.abandon()
+        self._forget_early(HeldState(term, change))
+
+    def _forget_early(self, state: HeldState) -> None:
         self._early = {
-            sender: [each for each in early if (each[0].term, each[0].change) > self.standing]
+            sender: [each for each in early if (each[0].term, each[0].change) > state]
             for sender, early in self._early.items()
         }
-        return {**metrics, "grad_norm": norm}
 
     def obey(self, message: Change, payload: Any) -> None:
         """Make a change of the leader; ValueError if it cannot be the next one of this slice."""
@@ -278,6 +290,9 @@ class SliceMember:
 
         def send() -> None:
             for part, payload in parts_of_state(staged, term, change):
+                # Steps do not wait behind the state either.
+                while self.links.waiting_bytes(to) > AHEAD_BYTES:
+                    time.sleep(LOOK_S)
                 if not self.links.send(to, part, payload):
                     return
 

@@ -24,7 +24,7 @@ from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints.reach import await_listener
 from diloco_jax.transport.link import TransportError
-from diloco_jax.transport.slices.links import SliceLinks
+from diloco_jax.transport.slices.links import QUEUE_BYTES_MAX, SliceLinks
 
 # A leader that was asked to end and is not making a step says goodbye to the syncer after so long.
 HAND_OVER_S = 3.0
@@ -82,7 +82,11 @@ class SliceProcess:
             # A slice that comes to lead reads values of the syncer at once, and their kernels take seconds to load.
             GlobalValues(self._run.fragments, config.wire.down)
             # The others count on a slice that they can reach, so it must be able to follow by then.
-            links = SliceLinks(config.transport, config.name, self._learner_id, own, self._place.addresses, MESSAGES)
+            # A slice that computes all parts queues a gradient, and at the start of a term two models before it.
+            gradients = 4 * loop.parts.size * (2 + islands.slices)
+            queue = max(QUEUE_BYTES_MAX, gradients)
+            addresses = self._place.addresses
+            links = SliceLinks(config.transport, config.name, self._learner_id, own, addresses, MESSAGES, queue)
             member = self._member = SliceMember(own, self._run, loop, links)
             try:
                 follower = FollowingSlice(

@@ -159,6 +159,12 @@ class SliceLinks:
         self._end(peer, f"too slow: more than {self._queue_bytes_max} bytes wait for slice {to}")
         return False
 
+    def waiting_bytes(self, to: int) -> int:
+        """Return the bytes that wait for a slice behind the message that is being sent; 0 if it is not connected."""
+        with self._changed:
+            peer = self._open.get(to)
+        return 0 if peer is None else peer.waiting_bytes
+
     def receive(self, timeout_s: float) -> Item | None:
         """Return the next item of any slice, in the order of each slice, or None after `timeout_s` seconds."""
         with self._changed:

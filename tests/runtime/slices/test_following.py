@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from diloco_jax.runtime.island.saved_states import StateName
+from diloco_jax.runtime.slices import member as member_module
 from diloco_jax.runtime.slices.following import BACKLOG_MAX, START_S, VOTE_S, Chosen, FollowingSlice, Obedience
-from diloco_jax.runtime.slices.member import CHANGED, HeldState
+from diloco_jax.runtime.slices.member import AHEAD_BYTES, CHANGED, HeldState
 from diloco_jax.runtime.slices.messages import (
     AdoptValue,
     BeginCopy,
@@ -218,6 +219,16 @@ def test_a_state_in_parts_comes_before_the_changes_after_it(net: Net) -> None:
     assert net.links[1].sent == [(0, Caught(10))]
 
 
+def test_a_state_is_sent_as_fast_as_it_leaves(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection whose queue is full would end, so no state beyond the size of the queue would ever arrive."""
+    waits: list[float] = []
+    monkeypatch.setattr(member_module, "time", SimpleNamespace(sleep=waits.append))
+    net.links[1].queued.extend((AHEAD_BYTES + 1, AHEAD_BYTES + 1, AHEAD_BYTES))
+    net.members[1].give(2, 0, lambda body: body())
+    assert len(waits) == 2 and net.links[1].looked == 3
+    assert [message for _, message in net.links[1].sent] == [StatePart(0, 0, 0, 28)]
+
+
 def test_what_a_leader_changed_before_its_first_turn_is_undone(net: Net) -> None:
     """Nothing names the state after these changes, so the next leader could not tell a replay what it has."""
     member, name = net.members[1], StateName.from_text(NAME)._replace(local_step=4)
@@ -254,6 +265,14 @@ def test_a_state_that_is_begun_again_forgets_what_came(net: Net) -> None:
     assert obedience.advance() is None and net.members[1].standing == (0, 0), "the state has no name yet"
     take(obedience, turn(change=13, owners=(0, 0, 2), members=(0, 2), listeners=(1,)))
     assert obedience.advance() is None and net.members[1].standing == (TERM, 12) and net.state(1).tolist() == [1] * 7
+
+
+def test_means_before_a_state_that_is_begun_again_are_forgotten(net: Net) -> None:
+    obedience = obedient(net, has_state=False)
+    for change in (8, 9, 10):
+        take(obedience, Mean(TERM, change, 0, 1), bytes(8), 2)
+    take(obedience, BeginCopy(TERM, 9))
+    assert [message.change for message, _ in net.members[1]._early[2]] == [10]
 
 
 def test_a_chunk_of_an_earlier_leader_is_not_mixed_into_a_turn(net: Net) -> None:
