@@ -23,6 +23,7 @@ from diloco_jax.runtime.island.built_in import batches_of
 from diloco_jax.runtime.island.host import DATA_WAIT, Ranges
 from diloco_jax.runtime.island.saved_states import Leaves, StateName
 from diloco_jax.runtime.island.threads import start_thread
+from diloco_jax.runtime.records.signals import FAILED
 from diloco_jax.runtime.slices.division import owners_of
 from diloco_jax.runtime.slices.following import BEAT_S, POLL_S, VOTE_S, Chosen
 from diloco_jax.runtime.slices.member import SliceMember
@@ -81,6 +82,8 @@ class Leadership:
         self._waiting: set[int] = set()
         # Members that hold the mean gradient of the present attempt.
         self._held: set[int] = set()
+        # Whether the slices have a state of an earlier incarnation, which the learner has not loaded.
+        self.has_unloaded = False
         self._committed = True
         self._took_s: list[float] = []
         self._closed = threading.Event()
@@ -154,6 +157,12 @@ class Leadership:
 
     def make(self, rate: float, parts: Sequence[Ranges], name: str) -> dict[str, float]:
         """Make one step with all members, and return its metrics; `SliceLost` if this slice cannot lead any more."""
+        if self.has_unloaded:
+            self.end(FAILED)
+            raise self._resign(
+                "the learner did not load the state in memory, because it is too old or of another run; all slices "
+                "start again without it"
+            )
         self._commit()
         self.look()
         self._admit()
@@ -347,6 +356,7 @@ class ForwardingIsland:
 
     def load_shards(self, leaves: Leaves) -> None:
         """Load a state; the other slices have a copy of the one in memory, and get one from disk from this slice."""
+        self._leadership.has_unloaded = False
         if leaves is self._leadership.member.copy:
             self._leadership.change(GoBack)
             self._island.load_shards(leaves)
@@ -355,5 +365,6 @@ class ForwardingIsland:
             self._leadership.renew()
 
     def load_moments(self, leaf: Callable[[str], Any]) -> None:
+        self._leadership.has_unloaded = False
         self._island.load_moments(leaf)
         self._leadership.renew()

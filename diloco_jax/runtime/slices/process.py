@@ -126,6 +126,7 @@ class SliceProcess:
                 kept = None
                 if member.copy is not None and member.name is not None:
                     kept = KeptState(member.name, member.copy)
+                    leadership.has_unloaded = True
                 joining = Joining(
                     self._config, self._learner_id, incarnation, self._address, self._run_dir, pulse, None, kept
                 )

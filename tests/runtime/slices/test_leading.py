@@ -11,6 +11,7 @@ from diloco_jax.runtime.slices.messages import (
     Caught,
     Chunk,
     Commit,
+    End,
     Follow,
     Give,
     HoldsMean,
@@ -296,6 +297,31 @@ def test_a_new_leader_goes_back_to_its_first_state_with_all_slices(net: Net) -> 
     island.load_shards(copy)
     settled(net, leadership)
     assert net.state(1).tolist() == [*range(SIZE)] and net.members[1].standing.change == 3
+
+
+def test_slices_start_again_if_the_learner_does_not_load_their_state(net: Net) -> None:
+    """Its moments would be those of another state than the tapes have."""
+    leadership = island_of(net)
+    leadership.has_unloaded = True
+    with pytest.raises(SliceLost, match="too old or of another run"):
+        make(leadership)
+    net.others_work(0)
+    assert not net.following and [to for to, message in net.links[0].sent if message == End(1)] == [1, 2]
+    assert not net.computed(0)
+
+
+@pytest.mark.parametrize("moments", [False, True])
+def test_slices_continue_with_a_state_that_the_learner_has_loaded(net: Net, moments: bool) -> None:
+    leadership = island_of(net)
+    leadership.has_unloaded = True
+    island = ForwardingIsland(leadership)
+    if moments:
+        net.members[0].loop.island.load_moments = lambda leaf: None  # type: ignore[attr-defined,method-assign]
+        island.load_moments(lambda name: None)
+    else:
+        island.load_shards(copy_of(net.members[0].loop.island))
+    make(leadership)
+    assert not leadership._closed.is_set()
 
 
 def test_the_others_get_a_state_that_only_the_leader_has_loaded(net: Net) -> None:
