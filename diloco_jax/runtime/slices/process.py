@@ -5,10 +5,14 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from hashlib import blake2s
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+
 from diloco_jax.protocol.messages import RUN_COMPLETE
+from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS
 from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.kept_state import KeptState
@@ -20,7 +24,8 @@ from diloco_jax.runtime.slices.following import Chosen, FollowingSlice
 from diloco_jax.runtime.slices.leading import Leadership, SlicedLoop, SliceLost
 from diloco_jax.runtime.slices.member import SliceMember
 from diloco_jax.runtime.slices.messages import MESSAGES
-from diloco_jax.settings.resolved import resolve
+from diloco_jax.settings.fingerprint import own_corpus
+from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.transport.endpoints.reach import await_listener
 from diloco_jax.transport.link import TransportError
@@ -38,6 +43,16 @@ class SlicePlace(NamedTuple):
     own: int
     # Where each slice listens for the others.
     addresses: tuple[str, ...]
+
+
+def settings_of(run: ResolvedRun, loop: BuiltInLoop) -> str:
+    """Return a digest of what must be equal on all slices of an island, so that they compute the same bits."""
+    # An operator may raise the limits of a run, and start its slices again one after the other.
+    agreed = [pair for pair in run.fingerprint(loop.corpus, loop.island.base.digest) if pair[0] != GLOBAL_STEPS]
+    corpus = own_corpus(run.config, loop.corpus, 0, "").content
+    mesh = loop.island.mesh
+    devices = [*mesh.shape.items()], mesh.devices.flat[0].device_kind, jax.__version__
+    return blake2s(repr((agreed, corpus, loop.batch_size, devices)).encode(), digest_size=8).hexdigest()
 
 
 class SliceProcess:
@@ -86,7 +101,16 @@ class SliceProcess:
             gradients = 4 * loop.parts.size * (2 + islands.slices)
             queue = max(QUEUE_BYTES_MAX, gradients)
             addresses = self._place.addresses
-            links = SliceLinks(config.transport, config.name, self._learner_id, own, addresses, MESSAGES, queue)
+            links = SliceLinks(
+                config.transport,
+                config.name,
+                self._learner_id,
+                own,
+                addresses,
+                MESSAGES,
+                queue,
+                settings_of(self._run, loop),
+            )
             member = self._member = SliceMember(own, self._run, loop, links)
             try:
                 follower = FollowingSlice(
