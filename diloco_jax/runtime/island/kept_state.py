@@ -20,9 +20,14 @@ class StatesWithKept(SavedStates):
     def __init__(self, on_disk: SavedStates, kept: KeptState) -> None:
         self._on_disk = on_disk
         self._kept: KeptState | None = kept
+        # The global step of the state in memory, until one of this step is written to the disk.
+        self._unwritten: int | None = kept.name.global_step
+        # The global step of the newest state on disk.
+        self._newest = -1
 
     def names(self) -> list[StateName]:
         on_disk = self._on_disk.names()
+        self._newest = max((name.global_step for name in on_disk), default=-1)
         return on_disk if self._kept is None else [self._kept.name, *(n for n in on_disk if n != self._kept.name)]
 
     def read(self, name: StateName) -> SavedState:
@@ -33,6 +38,11 @@ class StatesWithKept(SavedStates):
         return SavedState(kept.leaves)
 
     def save(self, staged: StagedShards, name: StateName, keep: int, loader: bytes | None = None) -> Future[str]:
+        # The caller keeps the state that it loaded, and that one is not on the disk.
+        if keep == self._unwritten:
+            keep = self._newest
+        if name.global_step == self._unwritten:
+            self._unwritten = None
         return self._on_disk.save(staged, name, keep, loader)
 
     def close(self) -> None:

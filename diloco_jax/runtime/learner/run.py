@@ -48,10 +48,10 @@ class LearnerRun:
         self._stop, self._explain = stop, explain
         self.loop = loop = make_loop(joining.config, joining.learner_id, devices)
         self.host = host = joining.host(loop.island, loop.warm_up, loop.evaluate, stop)
-        tokens = loop.batch_size * host.run.config.train.seq_len
-        size = StepSize(
-            loop.batch_size, tokens, loop.corpus, loop.epoch_samples, loop.tokenizer, loop.island.base.digest
-        )
+        # Of a whole step: the batch of an island of several slices may be smaller now, and leases must cover both.
+        samples = host.run.config.island(joining.learner_id).batch_size
+        tokens = samples * host.run.config.train.seq_len
+        size = StepSize(samples, tokens, loop.corpus, loop.epoch_samples, loop.tokenizer, loop.island.base.digest)
         payloads = make_sender(host, signals.fail)
         metrics = metrics_of(host.run.config, joining.learner_id, loop.island)
         self.joined = Joined(joining, host, size, signals, payloads, metrics)

@@ -26,6 +26,7 @@ from diloco_jax.runtime.slices.messages import (
     Turn,
 )
 from diloco_jax.runtime.slices.state import ReceivedCopy
+from diloco_jax.transport.slices.links import SliceJoined
 
 POLL_S = 0.1
 # A leader says that it leads twice per second.
@@ -84,7 +85,7 @@ class FollowingSlice:
         told: dict[int, int] = {}
         awaited_s = began_s + (START_S if self._first else VOTE_S)
         refused: set[int] = set()
-        member.abandon()
+        member.end_term()
         while not self._stopped():
             self._pulse.beat()
             now_s, connected = time.monotonic(), links.connected
@@ -178,12 +179,14 @@ class Obedience:
             match message:
                 case Chunk() | Mean():
                     member.route(sender, message, payload)
+                case None | SliceJoined():
+                    self._ask_again(joined=message is not None)
                 case StatePart():
                     if self._receiving is not None and self._receiving.expects(message):
                         self._receiving.add(message, payload)
                 case BeginCopy(term, change) if sender == self._leader and term == self._term:
                     self._backlog.clear()
-                    member.abandon()
+                    member.await_copy(term, change)
                     self._has_state, self._caught = False, False
                     self._receiving = ReceivedCopy(member.loop.island.state_layout, term, change)
                 case _ if sender == self._leader and isinstance(message, (*CHANGES, Turn, Give, End)):
@@ -193,6 +196,19 @@ class Obedience:
         except ValueError as error:
             return str(error)
         return None
+
+    def _ask_again(self, *, joined: bool) -> None:
+        """Request another copy if the start or the end of a connection may have cost this slice a message.
+
+        Parts of the state, or means of the turns after it, would never come again.
+        """
+        receiving = self._receiving
+        lost = self._has_state or receiving is not None
+        # A donor that connects late could not send its first part.
+        late = receiving is not None and not receiving.started
+        if not self._caught and (late if joined else lost):
+            self._has_state, self._receiving = False, None
+            self._member.links.send(self._leader, Follow(self._term, False))
 
     def advance(self) -> Ended | None:
         """Do what can be done; return how the leader's time ended, None if it continues.
@@ -208,7 +224,8 @@ class Obedience:
 
     def _advance(self) -> Ended | None:
         member, links = self._member, self._member.links
-        if self._receiving is not None and self._receiving.complete:
+        # The turn after a copy names its state, and a slice with a state that has no name could not lead.
+        if self._receiving is not None and self._receiving.complete and self._backlog:
             member.load(self._receiving)
             log.info(f"slice {member.own} has the state of the others")
             self._receiving, self._has_state = None, True

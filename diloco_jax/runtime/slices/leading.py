@@ -23,6 +23,7 @@ from diloco_jax.runtime.island.built_in import batches_of
 from diloco_jax.runtime.island.host import DATA_WAIT, Ranges
 from diloco_jax.runtime.island.saved_states import Leaves, StateName
 from diloco_jax.runtime.island.threads import start_thread
+from diloco_jax.runtime.records.signals import FAILED
 from diloco_jax.runtime.slices.division import owners_of
 from diloco_jax.runtime.slices.following import BEAT_S, POLL_S, VOTE_S, Chosen
 from diloco_jax.runtime.slices.member import SliceMember
@@ -48,6 +49,8 @@ from diloco_jax.runtime.slices.messages import (
 TURNS_KEPT, USUAL_TIMES = 32, 2.0
 # The first turn of a leader has no usual duration.
 FIRST_S = 60.0
+# A slice that leads no more sends its last messages within this time.
+RESIGN_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +82,8 @@ class Leadership:
         self._waiting: set[int] = set()
         # Members that hold the mean gradient of the present attempt.
         self._held: set[int] = set()
+        # Whether the slices have a state of an earlier incarnation, which the learner has not loaded.
+        self.has_unloaded = False
         self._committed = True
         self._took_s: list[float] = []
         self._closed = threading.Event()
@@ -93,13 +98,8 @@ class Leadership:
         while time.monotonic() < until_s and self.members | self._waiting < self._links.connected.keys():
             self._pump(POLL_S)
 
-    @property
-    def unchanged(self) -> bool:
-        """Tell whether the state is still the one from which this slice began to lead."""
-        return self.member.standing == self._base
-
     def look(self) -> None:
-        """Take the messages that are here; `SliceLost` if this slice cannot continue to lead."""
+        """Take the messages that have arrived, without a turn."""
         while self._pump(0.0):
             pass
 
@@ -113,6 +113,12 @@ class Leadership:
 
     def close(self) -> None:
         self._closed.set()
+
+    def _resign(self, reason: str) -> SliceLost:
+        """Let the other slices find a new leader at once: this process may still be writing a state to disk."""
+        self.close()
+        self._links.close(RESIGN_S)
+        return SliceLost(reason)
 
     def end(self, status: int) -> None:
         """End the other slices with this exit status."""
@@ -151,6 +157,12 @@ class Leadership:
 
     def make(self, rate: float, parts: Sequence[Ranges], name: str) -> dict[str, float]:
         """Make one step with all members, and return its metrics; `SliceLost` if this slice cannot lead any more."""
+        if self.has_unloaded:
+            self.end(FAILED)
+            raise self._resign(
+                "the learner did not load the state in memory, because it is too old or of another run; all slices "
+                "start again without it"
+            )
         self._commit()
         self.look()
         self._admit()
@@ -219,12 +231,12 @@ class Leadership:
 
     def _check_count(self) -> None:
         if self.count < self._least:
-            raise SliceLost(f"{self.count} slices are left, fewer than islands.slices_least = {self._least}")
+            raise self._resign(f"{self.count} slices are left, fewer than islands.slices_least = {self._least}")
 
     def _pump(self, timeout_s: float) -> bool:
         """Take one message; return False if there was none."""
         if self._leaving():
-            raise SliceLost("this slice was asked to end, and another one leads on")
+            raise self._resign("this slice was asked to end, and another one leads on")
         item = self.member.receive(timeout_s)
         if item is None:
             return False
@@ -242,7 +254,7 @@ class Leadership:
                     self._held.add(slice_)
             case Follow(term, has_state) if term == self.term:
                 # A slice that did not get the request of a turn cannot commit it.
-                if has_state and self.unchanged and self.member.exchange is None:
+                if has_state and self.member.standing == self._base and self.member.exchange is None:
                     self.members.add(slice_)
                     log.info(f"slice {slice_} follows; {self.count} train")
                 else:
@@ -254,7 +266,7 @@ class Leadership:
             case Stand():
                 self._links.send(slice_, self._lead)
             case Lead(term) if term > self.term:
-                raise SliceLost(f"slice {slice_} leads in a newer term")
+                raise self._resign(f"slice {slice_} leads in a newer term")
         return True
 
     def _admit(self) -> None:
@@ -344,6 +356,7 @@ class ForwardingIsland:
 
     def load_shards(self, leaves: Leaves) -> None:
         """Load a state; the other slices have a copy of the one in memory, and get one from disk from this slice."""
+        self._leadership.has_unloaded = False
         if leaves is self._leadership.member.copy:
             self._leadership.change(GoBack)
             self._island.load_shards(leaves)
@@ -352,5 +365,6 @@ class ForwardingIsland:
             self._leadership.renew()
 
     def load_moments(self, leaf: Callable[[str], Any]) -> None:
+        self._leadership.has_unloaded = False
         self._island.load_moments(leaf)
         self._leadership.renew()

@@ -6,6 +6,7 @@ Only the thread that steps uses it. A member has no timers: its callers decide w
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -37,8 +38,13 @@ from diloco_jax.transport.slices.links import Item, SliceLinks
 # Chunks and means of one slice that came before their turn: the leader's request may be slower than its answer.
 EARLY_MAX = 256
 
+# A state is larger than the queue of a connection, so its sender waits while this much is queued, and looks this often.
+AHEAD_BYTES, LOOK_S = 1 << 26, 0.01
+
 # How an island of several slices adopts values; rebase needs what was sent, which only the leader has.
 MODES = ("overwrite", "blend")
+# Digest in a state's name of a fragment that has changed since the name was made; no global value has it.
+CHANGED = -1
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +78,8 @@ class SliceMember:
         self.name: StateName | None = None
         # The state when the present leader began, until its first turn.
         self.copy: Leaves | None = None
+        # What the copy is named.
+        self._copied = self.standing, self.name
         self.exchange: TurnExchange | None = None
         # Parts of the present turn that this slice has computed.
         self._parts: dict[int, Part] = {}
@@ -88,6 +96,19 @@ class SliceMember:
         self.abandon()
         self.copy = copy_of(self.loop.island) if self.standing.change else None
         self.standing = HeldState(term, self.standing.change)
+        self._copied = self.standing, self.name
+
+    def end_term(self) -> None:
+        """Forget the present turn; undo the changes of a leader that was lost before its first turn.
+
+        Only a turn names the state after such changes, so a replay could not find it.
+        """
+        self.abandon()
+        standing, name = self._copied
+        if self.copy is not None and self.standing != standing:
+            self.loop.island.load_shards(self.copy)
+            self.standing, self.name = standing, name
+        self.copy = None
 
     def abandon(self) -> None:
         """Forget the present turn: its step was not made."""
@@ -122,6 +143,8 @@ class SliceMember:
         if self.own not in (*turn.members, *turn.listeners):
             raise ValueError(f"slice {self.own} got a turn of slices {turn.members} and {turn.listeners}")
         name = StateName.from_text(turn.name)
+        if len(name.digests) != len(self.fragments):
+            raise ValueError(f"a state's name has {len(name.digests)} digests of {len(self.fragments)} fragments")
         if self.exchange is None or self.exchange.turn.change != turn.change:
             self._parts.clear()
         self.copy = None
@@ -193,11 +216,19 @@ class SliceMember:
             self.name = self.name._replace(local_step=self.name.local_step + 1)
         norm = math.sqrt(float(np.dot(exchange.mean, exchange.mean))) if member else 0.0
         self.abandon()
+        self._forget_early(self.standing)
+        return {**metrics, "grad_norm": norm}
+
+    def await_copy(self, term: int, change: int) -> None:
+        """Forget what is of no use beside another slice's state after this change."""
+        self.abandon()
+        self._forget_early(HeldState(term, change))
+
+    def _forget_early(self, state: HeldState) -> None:
         self._early = {
-            sender: [each for each in early if (each[0].term, each[0].change) > self.standing]
+            sender: [each for each in early if (each[0].term, each[0].change) > state]
             for sender, early in self._early.items()
         }
-        return {**metrics, "grad_norm": norm}
 
     def obey(self, message: Change, payload: Any) -> None:
         """Make a change of the leader; ValueError if it cannot be the next one of this slice."""
@@ -212,13 +243,22 @@ class SliceMember:
                 if mode not in MODES:
                     raise ValueError(f"a value is to be adopted with {mode[:80]!r}, expected {' or '.join(MODES)}")
                 island.adopt(*self._value(fragment_id, payload), mode=mode, alpha=alpha)  # type: ignore[arg-type]
+                self._note_changed(fragment_id)
             case Overwrite(_, fragment_id):
                 island.overwrite(*self._value(fragment_id, payload))
+                self._note_changed(fragment_id)
             case GoBack():
                 if self.copy is None:
                     raise ValueError("the state when the leader began is not here any more")
                 island.load_shards(self.copy)
+                self.name = self._copied[1]
         self.standing = self.standing._replace(change=message.change)
+
+    def _note_changed(self, fragment_id: int) -> None:
+        """Take a fragment out of the state's name, because the next turn is the first to name its new value."""
+        if self.name is not None:
+            digests = tuple(CHANGED if p == fragment_id else each for p, each in enumerate(self.name.digests))
+            self.name = self.name._replace(digests=digests)
 
     def _value(self, fragment_id: int, payload: Any) -> tuple[Fragment, dict[str, np.ndarray]]:
         if fragment_id >= len(self.fragments):
@@ -235,6 +275,8 @@ class SliceMember:
         self.loop.island.check_shards(leaves)
         self.loop.island.load_shards(leaves)
         self.standing = HeldState(received.term, received.change)
+        # The turn that follows names it.
+        self.copy, self.name = None, None
 
     def give(self, to: int, change: int, start: Callable[[Callable[[], None]], None]) -> None:
         """Send a copy of the present state to another slice, from a thread that `start` makes.
@@ -248,6 +290,9 @@ class SliceMember:
 
         def send() -> None:
             for part, payload in parts_of_state(staged, term, change):
+                # Steps do not wait behind the state either.
+                while self.links.waiting_bytes(to) > AHEAD_BYTES:
+                    time.sleep(LOOK_S)
                 if not self.links.send(to, part, payload):
                     return
 

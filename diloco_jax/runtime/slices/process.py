@@ -4,10 +4,15 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
+from hashlib import blake2s
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+
 from diloco_jax.protocol.messages import RUN_COMPLETE
+from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS
 from diloco_jax.runtime.island.adoptions import GlobalValues
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.kept_state import KeptState
@@ -19,15 +24,15 @@ from diloco_jax.runtime.slices.following import Chosen, FollowingSlice
 from diloco_jax.runtime.slices.leading import Leadership, SlicedLoop, SliceLost
 from diloco_jax.runtime.slices.member import SliceMember
 from diloco_jax.runtime.slices.messages import MESSAGES
-from diloco_jax.settings.resolved import resolve
+from diloco_jax.settings.fingerprint import own_corpus
+from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.transport.endpoints.reach import await_listener
 from diloco_jax.transport.link import TransportError
-from diloco_jax.transport.slices.links import SliceLinks
+from diloco_jax.transport.slices.links import QUEUE_BYTES_MAX, SliceLinks
 
 # A leader that was asked to end and is not making a step says goodbye to the syncer after so long.
 HAND_OVER_S = 3.0
-# A leader that cannot reach the syncer tries again after so long.
-AGAIN_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +43,16 @@ class SlicePlace(NamedTuple):
     own: int
     # Where each slice listens for the others.
     addresses: tuple[str, ...]
+
+
+def settings_of(run: ResolvedRun, loop: BuiltInLoop) -> str:
+    """Return a digest of what must be equal on all slices of an island, so that they compute the same bits."""
+    # An operator may raise the limits of a run, and start its slices again one after the other.
+    agreed = [pair for pair in run.fingerprint(loop.corpus, loop.island.base.digest) if pair[0] != GLOBAL_STEPS]
+    corpus = own_corpus(run.config, loop.corpus, 0, "").content
+    mesh = loop.island.mesh
+    devices = [*mesh.shape.items()], mesh.devices.flat[0].device_kind, jax.__version__
+    return blake2s(repr((agreed, corpus, loop.batch_size, devices)).encode(), digest_size=8).hexdigest()
 
 
 class SliceProcess:
@@ -82,7 +97,20 @@ class SliceProcess:
             # A slice that comes to lead reads values of the syncer at once, and their kernels take seconds to load.
             GlobalValues(self._run.fragments, config.wire.down)
             # The others count on a slice that they can reach, so it must be able to follow by then.
-            links = SliceLinks(config.transport, config.name, self._learner_id, own, self._place.addresses, MESSAGES)
+            # A slice that computes all parts queues a gradient, and at the start of a term two models before it.
+            gradients = 4 * loop.parts.size * (2 + islands.slices)
+            queue = max(QUEUE_BYTES_MAX, gradients)
+            addresses = self._place.addresses
+            links = SliceLinks(
+                config.transport,
+                config.name,
+                self._learner_id,
+                own,
+                addresses,
+                MESSAGES,
+                queue,
+                settings_of(self._run, loop),
+            )
             member = self._member = SliceMember(own, self._run, loop, links)
             try:
                 follower = FollowingSlice(
@@ -116,7 +144,20 @@ class SliceProcess:
         start_thread(lambda: self._hurry(hurry, ended), "hurry", daemon=True)
         try:
             leadership.gather()
-            reason = self._learn(leadership, hurry)
+            self._await_syncer(leadership, hurry)
+            with closing(island_pulse(self._config, self._run_dir, self._learner_id)) as pulse:
+                incarnation, member = self._incarnation(), self._member
+                kept = None
+                if member.copy is not None and member.name is not None:
+                    kept = KeptState(member.name, member.copy)
+                    leadership.has_unloaded = True
+                joining = Joining(
+                    self._config, self._learner_id, incarnation, self._address, self._run_dir, pulse, None, kept
+                )
+                loop = SlicedLoop(leadership, shrinks=islands.slices_batch == "shrink")
+                run = LearnerRun(joining, hurry, make_loop=lambda *_: loop)  # type: ignore[arg-type]
+                loop.machine = run.joined.machine
+                reason = run.run()
         except SliceLost as error:
             log.warning(f"slice {self._place.own} leads no more: {error}")
             return INTERRUPTED if self._stop.is_set() else FAILED
@@ -126,36 +167,22 @@ class SliceProcess:
         finally:
             ended.set()
             leadership.close()
-        complete = reason == RUN_COMPLETE
-        leadership.end(0 if complete else INTERRUPTED)
         log.info(f"{self._learner_id}: {reason}")
-        return 0 if complete else INTERRUPTED
+        if self._stop.is_set() and reason != RUN_COMPLETE:
+            # Only this slice was asked to end.
+            return INTERRUPTED
+        leadership.end(0)
+        return 0
 
-    def _learn(self, leadership: Leadership, hurry: threading.Event) -> str:
-        """Be the learner until the syncer or this process ends it, and return the reason.
-
-        The syncer may be down while a slice takes over. The state is in memory only, so the leader waits for it.
-        """
-        with closing(island_pulse(self._config, self._run_dir, self._learner_id)) as pulse:
-            while True:
-                incarnation, member = self._incarnation(), self._member
-                kept = None
-                if member.copy is not None and member.name is not None and member.name.local_step:
-                    kept = KeptState(member.name, member.copy)
-                joining = Joining(
-                    self._config, self._learner_id, incarnation, self._address, self._run_dir, pulse, None, kept
-                )
-                loop = SlicedLoop(leadership, shrinks=self._config.islands.slices_batch == "shrink")
-                run = LearnerRun(joining, hurry, make_loop=lambda *_, made=loop: made)
-                loop.machine = run.joined.machine
-                try:
-                    return run.run()
-                except TransportError as error:
-                    if not leadership.unchanged or self._stop.is_set():
-                        raise
-                    log.warning(f"{error}; slice {self._place.own} tries again, since the state is in its memory")
-                    self._stop.wait(AGAIN_S)
-                    leadership.look()
+    def _await_syncer(self, leadership: Leadership, hurry: threading.Event) -> None:
+        """Wait without a limit until the syncer listens, because the island's state would be lost with this process."""
+        transport = replace(self._config.transport, address=self._address)
+        while not hurry.is_set():
+            try:
+                return await_listener(transport, "the syncer's address", log.warning, hurry)
+            except TransportError as error:
+                log.warning(f"{error}; waiting on, because this slice has the island's state")
+                leadership.look()
 
     def _hurry(self, hurry: threading.Event, ended: threading.Event) -> None:
         while not ended.is_set():

@@ -53,6 +53,10 @@ class ReceivedCopy:
     def complete(self) -> bool:
         return self._filled == self._buffer.size
 
+    @property
+    def started(self) -> bool:
+        return self._filled > 0
+
     def expects(self, part: StatePart) -> bool:
         """Tell whether a part is one of this state, and not of one that was requested before."""
         return (part.term, part.change) == (self.term, self.change)

@@ -160,6 +160,8 @@ class Outline:
     # The local step of the copies that no line tells of, by line.
     kept: dict[int, int] = field(default_factory=dict)
     sent: list[tuple[int, SentValue]] = field(default_factory=list)
+    # The line of the state that it loaded; without one it begins with the initial moments at line 1.
+    loaded_at: int = 1
     lost_at: int | None = None
     # The last line that must be repeated.
     stop: int = 0
@@ -177,18 +179,25 @@ class Outline:
             )
         return self._whole(self.steps[local_step - 1], what)
 
-    def lines_of_copy(self, local_step: int, what: str) -> list[int]:
+    def lines_of_copy(self, local_step: int, what: str, *, own: bool) -> list[int]:
         """Return the lines of copies of the state after a local step; ValueError if the tape ends before it.
 
-        No line tells when another slice of the island kept the state in memory: after the step, or after one of the
-        values that the island adopted before the next step.
+        A later incarnation of the same learner may have kept the state in the memory of another slice. No line tells
+        when: after the step, or after one of the values that the island adopted before the next step. Step 0 is the
+        state before the first step.
+
+        Args:
+          own: whether a later incarnation of the same learner loaded the state.
         """
-        if local_step not in self.copied:
-            first = self.line_of(local_step, what)
+        lines = self.copied.setdefault(local_step, [])
+        if own or not lines:
+            first = self.line_of(local_step, what) if local_step else self.loaded_at
             end = self.steps[local_step] if local_step < len(self.steps) else inf
-            self.copied[local_step] = [first, *(line for line, _ in self.adopted if first < line < end)]
-            self.kept |= dict.fromkeys(self.copied[local_step], local_step)
-        return [self._whole(line, what) for line in self.copied[local_step]]
+            end = end if self.lost_at is None else min(end, self.lost_at)
+            found = [first, *(line for line, _ in self.adopted if first < line < end)]
+            self.kept |= {line: local_step for line in found if line not in lines}
+            lines[:] = sorted({*lines, *found})
+        return [self._whole(line, what) for line in lines]
 
     def _whole(self, line: int, what: str) -> int:
         if self.lost_at is not None and line > self.lost_at:
@@ -212,6 +221,7 @@ def outline(path: Path) -> Outline:
                 if found.steps:
                     raise ValueError(f"{path} line {number}: a state can be loaded only before the first step")
                 found.took.append(entry)
+                found.loaded_at = number
             case Copied(local_step):
                 found.copied.setdefault(local_step, []).append(number)
             case SentValue():
@@ -250,7 +260,8 @@ class NeededIncarnations:
             what = f"{receiver.learner_id} (incarnation {receiver.number})"
             for took in self.incarnations[receiver].took:
                 need = self._need(took.donor)
-                need.stop = max(need.stop, *need.lines_of_copy(took.donor_step, what))
+                own = took.donor.learner_id == receiver.learner_id
+                need.stop = max(need.stop, *need.lines_of_copy(took.donor_step, what, own=own))
                 need.copies[took.donor_step] += 1
         # The number of uses of each global value, by learners and by restarted syncers.
         self.names = Counter(event.name for event in script.events if isinstance(event, Brought))

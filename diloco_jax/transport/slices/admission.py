@@ -38,6 +38,8 @@ class SliceGreeting(NamedTuple):
     slices: int
     # Protocol, release and rules of the program, because all slices must compute the same bits.
     release: str
+    # Digest of everything else that determines these bits: settings, data and devices.
+    settings: str
     # Random number of the process.
     session: int
     # Number of the slice that it dials; its own one in an answer.
@@ -148,6 +150,12 @@ class Admission:
             ("run", self.ours.run_id, theirs.run_id, "end the processes of the other run"),
             ("island", self.ours.learner_id, theirs.learner_id, "give each island its own addresses"),
             ("release", self.ours.release, theirs.release, "start all slices of an island with one release"),
+            (
+                "digest of settings, data and devices",
+                self.ours.settings,
+                theirs.settings,
+                "start all slices of an island with one config, on one kind of device",
+            ),
             ("number of slices", self.ours.slices, theirs.slices, "start all slices with one islands.slices"),
         ):
             if own != other:

@@ -68,6 +68,7 @@ class SliceLinks:
         queue_bytes_max: Limit in bytes of what waits for one slice behind the message that is being sent, and of what
             was received from one slice and is not taken. A slice that lets more wait loses its connection; beyond the
             second limit nothing more is read from that slice.
+        settings: Digest of what all slices must have in common.
 
     Attributes:
         session: Random number of this process.
@@ -86,6 +87,7 @@ class SliceLinks:
         addresses: Sequence[str],
         messages: Sequence[type],
         queue_bytes_max: int = QUEUE_BYTES_MAX,
+        settings: str = "",
     ) -> None:
         _check_places(own, addresses)
         exposed = next((each for each in addresses if not is_loopback(each)), addresses[own])
@@ -99,7 +101,7 @@ class SliceLinks:
         self._vocabulary = Vocabulary((Goodbye, *messages))
         self._queue_bytes_max = queue_bytes_max
         ours = SliceGreeting(
-            run_id, learner_id, own, len(addresses), RELEASE_STAMP, self.session, own, 0, encoded(token)
+            run_id, learner_id, own, len(addresses), RELEASE_STAMP, settings, self.session, own, 0, encoded(token)
         )
         gate = Gate(encrypted=config.encrypted, token=token)
         self._admission = Admission(config=config, ours=ours, gate=gate)
@@ -158,6 +160,12 @@ class SliceLinks:
             return not peer.ends
         self._end(peer, f"too slow: more than {self._queue_bytes_max} bytes wait for slice {to}")
         return False
+
+    def waiting_bytes(self, to: int) -> int:
+        """Return the bytes that wait for a slice behind the message that is being sent; 0 if it is not connected."""
+        with self._changed:
+            peer = self._open.get(to)
+        return 0 if peer is None else peer.waiting_bytes
 
     def receive(self, timeout_s: float) -> Item | None:
         """Return the next item of any slice, in the order of each slice, or None after `timeout_s` seconds."""

@@ -68,6 +68,11 @@ class SlicePeer:
         """Tell whether the connection ends, so that nothing more is sent or received."""
         return self._goodbye is not None
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Return what waits behind the message that is being sent."""
+        return self._waiting_bytes
+
     def put(self, head: bytes, payload: memoryview) -> bool:
         """Queue a frame; False if the queue is full. An empty queue takes a frame of any size."""
         size = len(head) + payload.nbytes + MESSAGE_BYTES

@@ -112,6 +112,9 @@ class Links:
         self.connected: dict[int, int] = {}
         self.inbox: deque[Item] = deque()
         self.sent: list[tuple[int, Any]] = []
+        # What waits in a queue at each of the next looks.
+        self.queued: deque[int] = deque()
+        self.looked = 0
         # Why this slice ended connections, by slice.
         self.dropped: dict[int, str] = {}
 
@@ -140,6 +143,14 @@ class Links:
         if number not in self.connected:
             return -math.inf
         return self._net.silent_since_s.get(number, self._net.now_s)
+
+    def waiting_bytes(self, to: int) -> int:
+        self.looked += 1
+        return self.queued.popleft() if self.queued else 0
+
+    def close(self, grace_s: float) -> None:
+        for number in list(self.connected):
+            self._net.cut(self._own, number)
 
     def drop(self, number: int, reason: str) -> None:
         if number in self.connected:

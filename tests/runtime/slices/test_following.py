@@ -7,8 +7,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from diloco_jax.runtime.island.saved_states import StateName
+from diloco_jax.runtime.slices import member as member_module
 from diloco_jax.runtime.slices.following import BACKLOG_MAX, START_S, VOTE_S, Chosen, FollowingSlice, Obedience
-from diloco_jax.runtime.slices.member import HeldState
+from diloco_jax.runtime.slices.member import AHEAD_BYTES, CHANGED, HeldState
 from diloco_jax.runtime.slices.messages import (
     AdoptValue,
     BeginCopy,
@@ -217,6 +219,40 @@ def test_a_state_in_parts_comes_before_the_changes_after_it(net: Net) -> None:
     assert net.links[1].sent == [(0, Caught(10))]
 
 
+def test_a_state_is_sent_as_fast_as_it_leaves(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection whose queue is full would end, so no state beyond the size of the queue would ever arrive."""
+    waits: list[float] = []
+    monkeypatch.setattr(member_module, "time", SimpleNamespace(sleep=waits.append))
+    net.links[1].queued.extend((AHEAD_BYTES + 1, AHEAD_BYTES + 1, AHEAD_BYTES))
+    net.members[1].give(2, 0, lambda body: body())
+    assert len(waits) == 2 and net.links[1].looked == 3
+    assert [message for _, message in net.links[1].sent] == [StatePart(0, 0, 0, 28)]
+
+
+def test_what_a_leader_changed_before_its_first_turn_is_undone(net: Net) -> None:
+    """Nothing names the state after these changes, so the next leader could not tell a replay what it has."""
+    member, name = net.members[1], StateName.from_text(NAME)._replace(local_step=4)
+    member.standing, member.name = HeldState(1, 9), name
+    obedience = obedient(net)
+    take(obedience, adopt(change=10), np.full(4, 8, np.float32).tobytes())
+    assert obedience.advance() is None and net.state(1)[:4].tolist() == [8] * 4
+    assert member.name == name._replace(digests=(CHANGED, 6))
+    member.end_term()
+    assert (net.state(1).tobytes(), member.standing, member.name) == (STATE.tobytes(), (TERM, 9), name)
+    member.end_term()
+    assert member.standing == (TERM, 9) and member.copy is None
+
+    obedience = obedient(net)
+    take(obedience, adopt(change=10), np.full(4, 8, np.float32).tobytes())
+    take(obedience, GoBack(11))
+    take(obedience, Overwrite(12, 1), np.zeros(3, np.float32).tobytes())
+    take(obedience, turn(change=13))
+    assert obedience.advance() is None
+    member.end_term()
+    assert net.state(1).tolist() == [0, 1, 2, 3, 0, 0, 0] and member.standing == (TERM, 12), "its turn has a name"
+    assert member.name == StateName.from_text(NAME)
+
+
 def test_a_state_that_is_begun_again_forgets_what_came(net: Net) -> None:
     obedience = obedient(net, has_state=False)
     take(obedience, BeginCopy(TERM, 9))
@@ -226,7 +262,17 @@ def test_a_state_that_is_begun_again_forgets_what_came(net: Net) -> None:
     take(obedience, StatePart(TERM, 9, 8, 28), bytes(8), 2)
     take(obedience, StatePart(TERM - 64, 12, 0, 28), bytes(8), 2)
     take(obedience, StatePart(TERM, 12, 0, 28), np.ones(SIZE, np.float32).tobytes(), 0)
+    assert obedience.advance() is None and net.members[1].standing == (0, 0), "the state has no name yet"
+    take(obedience, turn(change=13, owners=(0, 0, 2), members=(0, 2), listeners=(1,)))
     assert obedience.advance() is None and net.members[1].standing == (TERM, 12) and net.state(1).tolist() == [1] * 7
+
+
+def test_means_before_a_state_that_is_begun_again_are_forgotten(net: Net) -> None:
+    obedience = obedient(net, has_state=False)
+    for change in (8, 9, 10):
+        take(obedience, Mean(TERM, change, 0, 1), bytes(8), 2)
+    take(obedience, BeginCopy(TERM, 9))
+    assert [message.change for message, _ in net.members[1]._early[2]] == [10]
 
 
 def test_a_chunk_of_an_earlier_leader_is_not_mixed_into_a_turn(net: Net) -> None:
@@ -276,7 +322,20 @@ def adopt(fragment_id: int = 0, mode: str = "overwrite", change: int = 1) -> Ado
 
 
 WRONG: list[tuple[Any, bytes]] = [
-    *((turn(name=name), b"") for name in ("", "no JSON", "5", "[]", '[1,2,3,"x"]', "[Infinity,0,0,[]]", "[" * 100_000)),
+    *(
+        (turn(name=name), b"")
+        for name in (
+            "",
+            "no JSON",
+            "5",
+            "[]",
+            "[1,0,0,[5]]",
+            "[1,0,0,[5,6,7]]",
+            '[1,2,3,"x"]',
+            "[Infinity,0,0,[]]",
+            "[" * 100_000,
+        )
+    ),
     *((turn(change=number), b"") for number in (0, 2, HUGE >> 1)),
     (turn(term=TERM + 64), b""),
     *((turn(rate=rate), b"") for rate in (float("nan"), float("inf"))),

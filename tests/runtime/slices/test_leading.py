@@ -11,6 +11,7 @@ from diloco_jax.runtime.slices.messages import (
     Caught,
     Chunk,
     Commit,
+    End,
     Follow,
     Give,
     HoldsMean,
@@ -166,6 +167,18 @@ def test_a_newer_leader_ends_the_leader(net: Net) -> None:
         make(leadership)
 
 
+def test_a_leader_that_is_asked_to_end_lets_another_one_lead_at_once(net: Net) -> None:
+    """Its process may write a state to disk for minutes; the step that it has made is not lost."""
+    leadership = island_of(net)
+    make(leadership)
+    leadership._leaving = lambda: True
+    with pytest.raises(SliceLost, match="asked to end"):
+        make(leadership)
+    assert not net.links[0].connected and leadership._closed.is_set()
+    net.others_work(0)
+    assert [member.standing.change for member in net.members] == [1, 1, 1]
+
+
 def test_a_slice_that_looks_for_a_leader_is_answered(net: Net) -> None:
     leadership = island_of(net)
     net.put(0, 2, Stand(0, 0))
@@ -189,6 +202,30 @@ def test_a_slice_that_returns_gets_the_state_from_a_member_while_steps_go_on(net
     assert leadership.members == {1, 2} and len(net.computed(2)) == 2
     settled(net, leadership)
     assert net.state(2).tobytes() == expected(net, 6)
+
+
+def test_a_slice_that_loses_its_donor_requests_the_state_again(net: Net) -> None:
+    """The leader does not notice that the connection between two others was lost."""
+    leadership = island_of(net)
+    make(leadership, 2)
+    net.kill(2)
+    make(leadership)
+    net.start(2)
+    net.follow(2, leadership, has_state=False)
+
+    def lose(number: int, item: Item) -> bool:
+        if number == 1 and isinstance(item.message, Give):
+            net.cut(1, 2)
+            net.connect(1, 2)
+            net.on_message = lambda number, item: None
+            return True
+        return False
+
+    net.on_message = lose
+    make(leadership, 4)
+    assert leadership.members == {1, 2} and net.links[2].sent.count((0, Follow(TERM, False))) == 2
+    settled(net, leadership)
+    assert net.state(2).tobytes() == expected(net, 7)
 
 
 def test_another_slice_gives_the_state_if_the_donor_is_lost(net: Net) -> None:
@@ -260,6 +297,31 @@ def test_a_new_leader_goes_back_to_its_first_state_with_all_slices(net: Net) -> 
     island.load_shards(copy)
     settled(net, leadership)
     assert net.state(1).tolist() == [*range(SIZE)] and net.members[1].standing.change == 3
+
+
+def test_slices_start_again_if_the_learner_does_not_load_their_state(net: Net) -> None:
+    """Its moments would be those of another state than the tapes have."""
+    leadership = island_of(net)
+    leadership.has_unloaded = True
+    with pytest.raises(SliceLost, match="too old or of another run"):
+        make(leadership)
+    net.others_work(0)
+    assert not net.following and [to for to, message in net.links[0].sent if message == End(1)] == [1, 2]
+    assert not net.computed(0)
+
+
+@pytest.mark.parametrize("moments", [False, True])
+def test_slices_continue_with_a_state_that_the_learner_has_loaded(net: Net, moments: bool) -> None:
+    leadership = island_of(net)
+    leadership.has_unloaded = True
+    island = ForwardingIsland(leadership)
+    if moments:
+        net.members[0].loop.island.load_moments = lambda leaf: None  # type: ignore[attr-defined,method-assign]
+        island.load_moments(lambda name: None)
+    else:
+        island.load_shards(copy_of(net.members[0].loop.island))
+    make(leadership)
+    assert not leadership._closed.is_set()
 
 
 def test_the_others_get_a_state_that_only_the_leader_has_loaded(net: Net) -> None:

@@ -253,7 +253,7 @@ def test_lines_that_a_full_disk_refused(tmp_path: Path) -> None:
 
 
 def test_a_state_in_memory_was_kept_after_its_step_or_after_a_value_that_followed(tmp_path: Path) -> None:
-    """No line says which; a state on disk, or for a peer, has its own line."""
+    """No line says which; a state on disk, or for a peer, has its own line, and both may be of one step."""
     steps = [["step", n, n, [[n, n + 1]], 0.5] for n in (1, 2, 3)]
     adopted = [["adopt", fragment_id, 7, 1, 99, -1] for fragment_id in range(4)]
     found = outline(
@@ -261,8 +261,21 @@ def test_a_state_in_memory_was_kept_after_its_step_or_after_a_value_that_followe
             tmp_path, "a", [adopted[0], steps[0], *adopted[1:3], steps[1], ["saved", 2, 7], adopted[3], steps[2]]
         )
     )
-    assert found.lines_of_copy(1, "b") == [3, 4, 5] and found.kept == {3: 1, 4: 1, 5: 1}
-    assert found.lines_of_copy(2, "b") == [7] and found.lines_of_copy(3, "b") == [9]
+    assert found.lines_of_copy(1, "b", own=True) == [3, 4, 5] and found.kept == {3: 1, 4: 1, 5: 1}
+    assert found.lines_of_copy(2, "b", own=False) == [7] and found.lines_of_copy(3, "b", own=True) == [9]
+    assert found.lines_of_copy(2, "b", own=True) == [6, 7, 8] and {6: 2, 8: 2}.items() <= found.kept.items()
+    assert 7 not in found.kept, "its own line makes the copy"
+
+
+def test_a_state_before_the_first_step_is_the_one_that_was_loaded(tmp_path: Path) -> None:
+    """A leader may be lost in its first step; the slices then have its first state."""
+    adopted = [["adopt", fragment_id, 7, 1, 99, -1] for fragment_id in range(3)]
+    loaded = ["state", "", 1, 4, [0, 1]]
+    step = ["step", 1, 1, [[0, 1]], 0.5]
+    found = outline(_write_tape(tmp_path, "a", [*adopted[:2], loaded, adopted[2], step]))
+    assert found.lines_of_copy(0, "b", own=True) == [4, 5]
+    fresh = outline(_write_tape(tmp_path, "c", [*adopted[:2]]))
+    assert fresh.lines_of_copy(0, "b", own=True) == [1, 2, 3]
 
 
 def test_broken_syncer_tapes_are_named(tmp_path: Path) -> None:
