@@ -79,7 +79,7 @@ class SliceMember:
         # The state when the present leader began, until its first turn.
         self.copy: Leaves | None = None
         # What the copy is named.
-        self._copied = self.standing, self.name
+        self._copied: tuple[HeldState, StateName | None] = self.standing, self.name
         self.exchange: TurnExchange | None = None
         # Parts of the present turn that this slice has computed.
         self._parts: dict[int, Part] = {}
