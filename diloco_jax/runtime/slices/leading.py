@@ -122,8 +122,9 @@ class Leadership:
         return SliceLost(reason)
 
     def end(self, status: int) -> None:
-        """End the other slices with this exit status."""
-        self._send_all(End(status))
+        """End the other slices with this exit status, and those that do not have the state yet."""
+        for slice_ in self._links.connected:
+            self._links.send(slice_, End(status))
 
     @property
     def count(self) -> int:

@@ -148,7 +148,8 @@ class SliceProcess:
         start_thread(lambda: self._hurry(hurry, ended), "hurry", daemon=True)
         try:
             leadership.gather()
-            self._await_syncer(leadership, hurry)
+            if self._member.copy is not None:
+                self._await_syncer(leadership, hurry)
             with closing(island_pulse(self._config, self._run_dir, self._learner_id)) as pulse:
                 incarnation, member = self._incarnation(), self._member
                 kept = None
