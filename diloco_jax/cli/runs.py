@@ -22,7 +22,7 @@ from diloco_jax.cli.shared import learner_dir, load_config, show
 from diloco_jax.protocol.messages import RUN_COMPLETE
 from diloco_jax.runtime.local.machine import CONTROLLER
 from diloco_jax.runtime.records.files import PAGE_TOKEN, nothing_to_do
-from diloco_jax.runtime.records.liveness import tell_phase
+from diloco_jax.runtime.records.liveness import loop_name, tell_phase
 from diloco_jax.runtime.records.log_lines import formatter
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, without_collections
 
@@ -328,7 +328,8 @@ def learner(arguments: argparse.Namespace) -> int:
         if not (arguments.standby or arguments.host):
             own = name if arguments.slice is None else f"{name}.slice-{arguments.slice}"
             held.enter_context(_learner_lock(run_dir, own))
-            tell_phase(run_dir, name, IMPORTING)
+            # Another slice leads meanwhile, and the island has not started again.
+            tell_phase(run_dir, name if arguments.slice is None else loop_name(name, 1 + arguments.slice), IMPORTING)
         return _learn(arguments, config, run_dir, held)
 
 

@@ -48,7 +48,7 @@ from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
 from diloco_jax.runtime.learner.tape import LearnerTape
 from diloco_jax.runtime.records.files import STATES
-from diloco_jax.runtime.records.liveness import machine_number
+from diloco_jax.runtime.records.liveness import loop_name, machine_number
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT, RefusedForGood
 from diloco_jax.settings.fingerprint import own_corpus
@@ -129,7 +129,7 @@ class Joining(NamedTuple):
 
 def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 0) -> Pulse:
     """Return the signs of life of one host's loop, with files in the run's folder."""
-    name = f"{check_name(learner_id)}-h{host}" if host else check_name(learner_id)
+    name = loop_name(check_name(learner_id), host)
     return Pulse(config.watchdog, f"the loop of {name}", (run_dir, name))
 
 

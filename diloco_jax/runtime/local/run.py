@@ -30,7 +30,7 @@ from diloco_jax.runtime.own_loop.surroundings import (
     RUN_DIR_ENV,
 )
 from diloco_jax.runtime.records.files import ADDRESS_FILE, CONFIG_FILE, HEALTH, LOGS, TAPES, resume_command
-from diloco_jax.runtime.records.liveness import forget_phases, tell_phase, tell_restart
+from diloco_jax.runtime.records.liveness import forget_phases, loop_name, tell_phase, tell_restart
 from diloco_jax.runtime.records.signals import PARENT_ENV, WRONG_INPUT, after_end
 from diloco_jax.runtime.records.status import clear_for_start, complete, is_banned, last_state
 from diloco_jax.settings.islands import IslandsConfig
@@ -305,13 +305,15 @@ class LocalRun:
             if self._config.islands.standby:
                 self._spares.tend(child.name)
             return
-        tell_phase(self._run_dir, child.name, "")
+        island, number = split_slice(child.name)
+        loop = loop_name(island, 1 + number) if SLICE in child.name else island
+        tell_phase(self._run_dir, loop, "")
         # The mark of readiness belongs to the process that ended.
         with contextlib.suppress(OSError):
-            (self._run_dir / HEALTH / f"{child.name}.ready").unlink(missing_ok=True)
+            (self._run_dir / HEALTH / f"{loop}.ready").unlink(missing_ok=True)
         joined, state = self._joined(child.name), last_state(self._run_dir)
         own_program = bool(self._config.islands.command)
-        banned, unloadable = is_banned(self._run_dir, split_slice(child.name)[0]), child.unloadable
+        banned, unloadable = is_banned(self._run_dir, island), child.unloadable
         rule = rule_of(IslandEnd(code, state, own_program, joined, unloadable, banned))
         if rule.then == "restart":
             self._restart_island(child)

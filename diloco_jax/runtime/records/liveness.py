@@ -171,6 +171,14 @@ class StartPhase(NamedTuple):
     ago_s: float  # age
 
 
+def loop_name(learner_id: str, number: int = 0) -> str:
+    """Return the name of the files of a loop: of an island, of one of its hosts above 0, or of slice `number` - 1.
+
+    The slice that leads writes the files of the island as well.
+    """
+    return f"{learner_id}-h{number}" if number else learner_id
+
+
 def tell_phase(run_dir: Path, name: str, words: str) -> None:
     """Write the phase of a starting process, or remove it with ""; errors of the disk are ignored."""
     path = run_dir / HEALTH / f"{name}{PHASE_SUFFIX}"

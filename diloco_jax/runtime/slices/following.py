@@ -224,6 +224,12 @@ class Obedience:
 
     def _advance(self) -> Ended | None:
         member, links = self._member, self._member.links
+        # It is the last message, and a slice whose state is still on its way would wait for nothing.
+        if self._backlog and isinstance(end := self._backlog[-1][0], End):
+            if end.status > STATUS_MAX:
+                raise ValueError(f"{end.status} is not an exit status")
+            self.status = end.status
+            return "over"
         # The turn after a copy names its state, and a slice with a state that has no name could not lead.
         if self._receiving is not None and self._receiving.complete and self._backlog:
             member.load(self._receiving)
@@ -235,11 +241,6 @@ class Obedience:
                 break
             self._backlog.popleft()
             match message:
-                case End(status):
-                    if status > STATUS_MAX:
-                        raise ValueError(f"{status} is not an exit status")
-                    self.status = status
-                    return "over"
                 case Give(to, change):
                     member.give(to, change, lambda body: start_thread(body, "give", daemon=True))
                 case Turn():

@@ -1,7 +1,8 @@
 """The slice that leads: it has the learner's machine, divides each step over the slices, and forwards every change.
 
-    run.py        loop.step(clock)      one Turn: all members compute their parts and exchange them
-                  loop.wait(handle)     until every member holds the mean gradient; then this slice applies it
+    run.py        loop.step(clock)      cuts the samples into parts
+                  loop.wait(handle)     one Turn: all members compute their parts and exchange them; when every member
+                                        holds the mean gradient, this slice applies it
     host.py       island.adopt(...)     the same change on every slice
 
 A turn is committed on the other slices with the next message to them. By then the learner has written the step to its
@@ -121,8 +122,9 @@ class Leadership:
         return SliceLost(reason)
 
     def end(self, status: int) -> None:
-        """End the other slices with this exit status."""
-        self._send_all(End(status))
+        """End the other slices with this exit status, and those that do not have the state yet."""
+        for slice_ in self._links.connected:
+            self._links.send(slice_, End(status))
 
     @property
     def count(self) -> int:
@@ -235,7 +237,8 @@ class Leadership:
 
     def _pump(self, timeout_s: float) -> bool:
         """Take one message; return False if there was none."""
-        if self._leaving():
+        # Without another slice that could lead, the learner sends the syncer a goodbye.
+        if self.members and self._leaving():
             raise self._resign("this slice was asked to end, and another one leads on")
         item = self.member.receive(timeout_s)
         if item is None:

@@ -78,7 +78,7 @@ class SliceMember:
         self.name: StateName | None = None
         # The state when the present leader began, until its first turn.
         self.copy: Leaves | None = None
-        # What the copy is named.
+        # The names of the copy: that among the slices, and the learner's.
         self._copied: tuple[HeldState, StateName | None] = self.standing, self.name
         self.exchange: TurnExchange | None = None
         # Parts of the present turn that this slice has computed.

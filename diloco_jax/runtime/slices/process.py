@@ -1,4 +1,8 @@
-"""The process of one slice: it follows, or leads, until the run or its own time is over."""
+"""The process of one slice: it follows a leader, or leads, until the run ends or somebody asks it to end.
+
+A slice that follows finds a new leader when its leader is lost. A slice that has led and cannot lead any more ends, and
+its supervisor starts it again.
+"""
 
 import logging
 import threading
@@ -144,7 +148,8 @@ class SliceProcess:
         start_thread(lambda: self._hurry(hurry, ended), "hurry", daemon=True)
         try:
             leadership.gather()
-            self._await_syncer(leadership, hurry)
+            if self._member.copy is not None:
+                self._await_syncer(leadership, hurry)
             with closing(island_pulse(self._config, self._run_dir, self._learner_id)) as pulse:
                 incarnation, member = self._incarnation(), self._member
                 kept = None
@@ -179,10 +184,13 @@ class SliceProcess:
         transport = replace(self._config.transport, address=self._address)
         while not hurry.is_set():
             try:
-                return await_listener(transport, "the syncer's address", log.warning, hurry)
+                await_listener(transport, "the syncer's address", log.warning, hurry)
+                break
             except TransportError as error:
                 log.warning(f"{error}; waiting on, because this slice has the island's state")
                 leadership.look()
+        if hurry.is_set():
+            raise SliceLost("this slice was asked to end while no syncer listened")
 
     def _hurry(self, hurry: threading.Event, ended: threading.Event) -> None:
         while not ended.is_set():

@@ -36,6 +36,11 @@ PULSE = cast(Any, SimpleNamespace(beat=lambda: None, ready=lambda trains: None))
 STATE = np.arange(SIZE, dtype=np.float32)
 
 
+def turn(**changes: Any) -> Turn:
+    whole = Turn(TERM, 1, 0, 0.5, PARTS, (0, 1, 2), (0, 1, 2), (), NAME)
+    return whole._replace(**changes)
+
+
 class Stop:
     """Tells the slice to stop after so many questions."""
 
@@ -143,6 +148,13 @@ def test_the_leader_ends_the_others_with_a_status(net: Net) -> None:
     assert net.links[1].sent == [(0, Follow(TERM, True))]
 
 
+@pytest.mark.parametrize("before", [[], [BeginCopy(TERM, 9)], [turn(), Commit(1)]])
+def test_a_slice_that_waits_for_a_message_ends_with_its_leader(net: Net, before: list[Any]) -> None:
+    """The state or the mean that it waits for may never come."""
+    ended, found = follows(net, [*before, End(0)])
+    assert (ended, found.status) == ("over", 0) and net.now_s < 1
+
+
 def test_a_slice_that_is_asked_to_end_stops_following(net: Net) -> None:
     assert follows(net, [], Stop(3))[0] == "stopped"
 
@@ -173,11 +185,6 @@ def test_a_newer_leader_is_elected_again(net: Net) -> None:
     net.put(1, 2, Lead(TERM, 0, 0))
     net.put(1, 2, Lead(TERM + 2, 0, 0))
     assert follows(net, [])[0] == "lost" and not net.links[1].inbox
-
-
-def turn(**changes: Any) -> Turn:
-    whole = Turn(TERM, 1, 0, 0.5, PARTS, (0, 1, 2), (0, 1, 2), (), NAME)
-    return whole._replace(**changes)
 
 
 def obedient(net: Net, has_state: bool = True) -> Obedience:

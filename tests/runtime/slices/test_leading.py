@@ -179,6 +179,16 @@ def test_a_leader_that_is_asked_to_end_lets_another_one_lead_at_once(net: Net) -
     assert [member.standing.change for member in net.members] == [1, 1, 1]
 
 
+def test_a_leader_without_others_steps_on_until_its_learner_leaves(net: Net) -> None:
+    leadership = island_of(net)
+    leadership._leaving = lambda: True
+    for number in (1, 2):
+        net.kill(number)
+        leadership._forget(number, "killed")
+    make(leadership, 2)
+    assert net.state(0).tobytes() == expected(net, 2) and not leadership._closed.is_set()
+
+
 def test_a_slice_that_looks_for_a_leader_is_answered(net: Net) -> None:
     leadership = island_of(net)
     net.put(0, 2, Stand(0, 0))
