@@ -1,4 +1,4 @@
-"""Links in README, CONTRIBUTING and docs/ have a target, and quoted messages exist in the package."""
+"""Links in the pages of the root and of docs/ have a target, and quoted messages exist in the package."""
 
 import ast
 import re
@@ -12,7 +12,8 @@ CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    root = ("README.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md")
+    return [*(ROOT / name for name in root), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def anchors_of(page: Path) -> set[str]:

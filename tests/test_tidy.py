@@ -12,7 +12,7 @@ FUNCTION_LINES_MAX = 70
 LINE_LENGTH_MAX = 120
 
 PACKAGE = "diloco_jax"
-FOLDERS = (PACKAGE, "tests", "scripts", "configs", "docs", ".ci")
+FOLDERS = (PACKAGE, "tests", "scripts", "configs", "docs", ".ci", ".github")
 TEXT_SUFFIXES = {"", ".py", ".sh", ".md", ".toml", ".yaml", ".yml", ".txt", ".proto", ".cfg", ".j2"}
 PYTHON_SHEBANG = re.compile(r"#!.*\bpython")
 

@@ -5,11 +5,14 @@ from collections.abc import Mapping
 
 from plotting.figure import COLOURS, MAIN_COLOUR, Line, line_figure
 
+from diloco_jax.tools.plan.law import PARAMETERS_MIN, distance
 from experiments.records import Record
 from experiments.spec import Case
 from experiments.tables import Results, compared, scored, value_of
 
 BYTES_MAX = 60_000
+# The number of learners of the published distances.
+LAW_LEARNERS = 4
 
 
 def draw(results: Results) -> str | None:
@@ -45,7 +48,7 @@ def _curves(results: Results) -> str | None:
 
 
 def _gap(results: Results) -> str | None:
-    """Draw each arm's distance from the baseline over parameters, and the published line."""
+    """Draw each arm's distance from the baseline over parameters, the published distances, and their law."""
     experiment, lines = results.experiment, []
     budgets: dict[str, list[Case]] = {}
     for case in results.cases:
@@ -65,7 +68,10 @@ def _gap(results: Results) -> str | None:
     if experiment.published:
         published = [(float(x), float(y)) for x, y in experiment.published["points"]]
         name = experiment.published["name"]
-        lines.append(Line(name=name, points=published, colour=MAIN_COLOUR, dots=True, dashed=True))
+        lines.append(Line(name=name, points=published, colour=MAIN_COLOUR, dots=True, joined=False))
+        smallest = min(size for line in lines for size, _ in line.points)
+        law = [(size, 100 * distance(LAW_LEARNERS, size)) for size in (smallest, PARAMETERS_MIN, published[-1][0])]
+        lines.append(Line(name="its law, extended down", points=law, colour=MAIN_COLOUR, dashed=True))
     title = f"{experiment.title}: per cent behind the baseline"
     return line_figure(title, lines, "parameters", "per cent", settings=True)
 

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from plotting.figure import COLOURS, Line, line_figure
+from plotting.figure import COLOURS, Line, Panel, line_figure, panel_figure
 
 # matplotlib draws them.
 pytestmark = pytest.mark.extra("dev")
@@ -52,3 +52,19 @@ def test_ticks_that_would_touch_are_excluded() -> None:
 def test_equal_input_gives_equal_bytes_and_no_date() -> None:
     one, other = (line_figure("Title", LINES, "x", "y") for _ in range(2))
     assert one == other and "dc:date" not in one
+
+
+def test_panels_have_their_own_axes_and_a_curve_without_a_name_is_in_no_legend() -> None:
+    mark = Line(name="", points=[(1000.0, 0.5)], colour=COLOURS[0], dots=True, marker="^", joined=False)
+    panels = [
+        Panel(title="First", lines=[LINES[0], mark], x_label="chips", y_label="goodput", settings=True, share=True),
+        Panel(title="Second", lines=[LINES[1]], x_label="parameters", y_label="Gbit/s", log="xy"),
+    ]
+    drawing = panel_figure(panels)
+    found = texts(drawing)
+    assert {"First", "Second", "one", "two", "chips", "parameters", "100%"} <= set(found)
+    assert not any(text.startswith("_") for text in found)
+    heights = [float(ElementTree.fromstring(each).get("height", "0").rstrip("pt")) for each in (
+        drawing, line_figure("", LINES, "", "")
+    )]  # fmt: skip
+    assert heights[0] == 2 * heights[1]

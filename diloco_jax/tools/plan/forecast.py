@@ -108,15 +108,27 @@ def latency_rows(case: Case) -> list[dict[str, Any]]:
 
 
 def link_state(case: Case) -> dict[str, Any]:
-    """Return rates, round time and utilisation over the given link, for the config and for data parallel."""
+    """Return rates, round time and utilisation over the given link, for the config and for data parallel.
+
+    `times_data_parallel` is how many times as many tokens islands train in the same time, without failures:
+
+        share of their time that islands are in steps / share that data parallel computes
+    """
     config, assumed = case.config, case.assumed
     rounds, rate = case.rounds(), case.usable_gbit_per_s()
+    made, waits = min(rounds.utilisation(rate), 1 / case.syncer_busy), wait(case, rounds, rate)
+    alone = data_parallel_utilisation(
+        2 * case.parameters, case.step_s, case.sites, assumed.link_gbit_per_s * PAYLOAD_SHARE
+    )
+    # With overlap a narrow link costs rounds and no steps, unless islands wait for fragments.
+    overlaps = config.protocol.overlap_steps > 0
+    in_steps = case.step_s / (case.step_s + waits["per_step_s"]) if overlaps else made
     return {
         "gbit_per_s": assumed.link_gbit_per_s,
         "learners_per_site": case.per_site,
         "payload_gbit_per_s_per_learner": rate,
         "planned_gbit_per_s_per_learner": rounds.planned_gbit_per_s,
-        "utilisation": min(rounds.utilisation(rate), 1 / case.syncer_busy),
+        "utilisation": made,
         "round_s": rounds.round_s(rate),
         "age_s": rounds.age_s(rate),
         "overlap_s": config.protocol.overlap_steps * case.step_s,
@@ -125,11 +137,10 @@ def link_state(case: Case) -> dict[str, Any]:
         "merge_s": rounds.merge_s,
         "down_s": rounds.down_s(rate),
         "arrive_s": rounds.arrive_s,
-        "adopt_s": GAP_STEPS * case.step_s if config.protocol.overlap_steps else 0.0,
-        "wait": wait(case, rounds, rate),
-        "data_parallel_utilisation": data_parallel_utilisation(
-            2 * case.parameters, case.step_s, case.sites, assumed.link_gbit_per_s * PAYLOAD_SHARE
-        ),
+        "adopt_s": GAP_STEPS * case.step_s if overlaps else 0.0,
+        "wait": waits,
+        "data_parallel_utilisation": alone,
+        "times_data_parallel": in_steps / alone,
     }
 
 

@@ -217,6 +217,24 @@ def test_a_round_is_the_sum_of_its_parts() -> None:
     assert link_state(small(given=given, protocol={"overlap_steps": 0, "quorum": 4}))["adopt_s"] == 0
 
 
+@pytest.mark.parametrize(
+    ("protocol", "in_steps"),
+    [
+        ({}, 1.0),
+        # Fragments take 60 ms in this case, too long for a wait of 50 ms.
+        ({"wait_steps": 0.05}, 1.0),
+        ({"overlap_steps": 0, "quorum": 4}, None),
+    ],
+)
+def test_times_data_parallel_by_hand(protocol: dict[str, Any], in_steps: float | None) -> None:
+    # A forward pass of 1/3 s, and an all-reduce of 5/3 s among four sites: data parallel computes half of the time.
+    rate = 8 * 2 * small().parameters * 1.5 / (5 / 3) / 0.92e9
+    link = link_state(small(given=replace(QUIET, link_gbit_per_s=rate), protocol=protocol))
+    assert link["data_parallel_utilisation"] == pytest.approx(0.5)
+    assert link["times_data_parallel"] == pytest.approx(2 * (in_steps or link["utilisation"]))
+    assert (link["times_data_parallel"] < 1.9) == (in_steps is None), "in lockstep islands wait"
+
+
 def test_load_of_the_syncer_by_hand() -> None:
     case = small(given=replace(QUIET, step_s=2.0, syncer_ms_per_mb=1e6, syncer_gb_per_s=1e-6, merge_ns=1e9))
     up = wire_bytes(case)["int4"]["round_mean"]
@@ -335,6 +353,10 @@ def test_what_waiting_costs(round_trip_ms: float) -> None:
     if round_trip_ms == 100.0:
         assert found["per_step_s"] == pytest.approx(needs_s / 2) and not changes(case)
         assert f"islands wait {needs_s / 2:.3g} s per step for fragments" in text
+        link = link_state(case)
+        times = 1 / (1 + needs_s / 2) / link["data_parallel_utilisation"]
+        assert link["times_data_parallel"] == pytest.approx(times)
+        assert f"islands train {times:.1f} times as many tokens in the same time" in text
     else:
         assert found["per_step_s"] == 0 and changes(case) == {"protocol.wait_steps": 0.0}
         assert "nobody waits for it" in text and "steps wait a little" in text
