@@ -9,8 +9,10 @@ RELEASE = "0.3.0"
 # misread. OLDEST grows when this release stops understanding the islands or files of a protocol.
 PROTOCOL, OLDEST = 2, 1
 # RULES grows if the machines decide otherwise from the same inputs. A tape of other rules can be read, but this
-# release may decide otherwise from it. Since 3 a syncer that restarts knows the rates of the rounds after its snapshot.
-RULES = RECALLS_ROUNDS = 3
+# release may decide otherwise from it.
+RULES = 3
+# Since these rules a syncer that restarts knows the rates of the rounds after its snapshot.
+RECALLS_ROUNDS = 3
 STAMP = (PROTOCOL, RELEASE, RULES)
 
 

@@ -309,7 +309,7 @@ class SlicedLoop:
         return self._member.size * self.leadership.count if self._shrinks else self._whole
 
     def warm_up(self) -> None:
-        """Compile the programs of parts; they are there."""
+        """Compile the programs of parts; a slice has done it before it leads."""
         self._member.loop.warm_up_steps()
 
     def put_batch(self, ranges: Ranges, ahead: Ranges = ()) -> None:

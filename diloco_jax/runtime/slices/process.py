@@ -100,21 +100,11 @@ class SliceProcess:
             loop.island.warm_up_exchange(self._run.fragments)
             # A slice that comes to lead reads values of the syncer at once, and their kernels take seconds to load.
             GlobalValues(self._run.fragments, config.wire.down)
-            # The others count on a slice that they can reach, so it must be able to follow by then.
             # A slice that computes all parts queues a gradient, and at the start of a term two models before it.
-            gradients = 4 * loop.parts.size * (2 + islands.slices)
-            queue = max(QUEUE_BYTES_MAX, gradients)
-            addresses = self._place.addresses
-            links = SliceLinks(
-                config.transport,
-                config.name,
-                self._learner_id,
-                own,
-                addresses,
-                MESSAGES,
-                queue,
-                settings_of(self._run, loop),
-            )
+            queue = max(QUEUE_BYTES_MAX, 4 * loop.parts.size * (2 + islands.slices))
+            who = config.transport, config.name, self._learner_id, own, self._place.addresses
+            # The others count on a slice that they can reach, so it must be able to follow by now.
+            links = SliceLinks(*who, MESSAGES, queue, settings_of(self._run, loop))
             member = self._member = SliceMember(own, self._run, loop, links)
             try:
                 follower = FollowingSlice(

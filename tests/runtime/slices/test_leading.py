@@ -43,6 +43,17 @@ def make(leadership: Leadership, times: int = 1) -> None:
         leadership.make(RATE, PARTS, NAME)
 
 
+def island_that_one_returns_to(net: Net) -> Leadership:
+    """Return an island after three steps; slice 2 was lost after two, and follows again without a state."""
+    leadership = island_of(net)
+    make(leadership, 2)
+    net.kill(2)
+    make(leadership)
+    net.start(2)
+    net.follow(2, leadership, has_state=False)
+    return leadership
+
+
 def settled(net: Net, leadership: Leadership) -> None:
     """Commit the last turn everywhere, and check that all that train have one state."""
     leadership._commit()
@@ -197,12 +208,7 @@ def test_a_slice_that_looks_for_a_leader_is_answered(net: Net) -> None:
 
 
 def test_a_slice_that_returns_gets_the_state_from_a_member_while_steps_go_on(net: Net) -> None:
-    leadership = island_of(net)
-    make(leadership, 2)
-    net.kill(2)
-    make(leadership)
-    net.start(2)
-    net.follow(2, leadership, has_state=False)
+    leadership = island_that_one_returns_to(net)
     make(leadership)
     turn = next(message for _, message in reversed(net.links[0].sent) if isinstance(message, Turn))
     assert (turn.members, turn.listeners) == ((0, 1), (2,)), "it takes the mean of this step, and adds nothing yet"
@@ -216,12 +222,7 @@ def test_a_slice_that_returns_gets_the_state_from_a_member_while_steps_go_on(net
 
 def test_a_slice_that_loses_its_donor_requests_the_state_again(net: Net) -> None:
     """The leader does not notice that the connection between two others was lost."""
-    leadership = island_of(net)
-    make(leadership, 2)
-    net.kill(2)
-    make(leadership)
-    net.start(2)
-    net.follow(2, leadership, has_state=False)
+    leadership = island_that_one_returns_to(net)
 
     def lose(number: int, item: Item) -> bool:
         if number == 1 and isinstance(item.message, Give):
@@ -239,12 +240,7 @@ def test_a_slice_that_loses_its_donor_requests_the_state_again(net: Net) -> None
 
 
 def test_another_slice_gives_the_state_if_the_donor_is_lost(net: Net) -> None:
-    leadership = island_of(net)
-    make(leadership, 2)
-    net.kill(2)
-    make(leadership)
-    net.start(2)
-    net.follow(2, leadership, has_state=False)
+    leadership = island_that_one_returns_to(net)
 
     def lose(number: int, item: Item) -> None:
         if number == 1 and isinstance(item.message, Give):
