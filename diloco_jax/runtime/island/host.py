@@ -33,7 +33,7 @@ from diloco_jax.runtime.island.adoptions import Adoptions, ArrivedValue, GlobalV
 from diloco_jax.runtime.island.blocks import IslandBlocks
 from diloco_jax.runtime.island.evaluation import Change, Evaluation, failed_score
 from diloco_jax.runtime.island.loader_state import Loader, bounded, restored
-from diloco_jax.runtime.island.saved_states import Leaves, SavedStates, StateName
+from diloco_jax.runtime.island.saved_states import Leaves, OwnStates, StateName
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.exchange.exchange import PlacedValue
 from diloco_jax.training.island_state import IslandState, StagedUpdate
@@ -84,7 +84,7 @@ class Host:
         island: IslandState,
         compile_step: Callable[[], None] | None = None,
         evaluate: Evaluation | None = None,
-        saves: SavedStates | None = None,
+        saves: OwnStates | None = None,
         blocks: IslandBlocks | None = None,
     ) -> None:
         self.blocks = blocks

@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from diloco_jax.runtime.island.saved_states import Leaves, SavedState, SavedStates, StateName
+from diloco_jax.runtime.island.saved_states import Leaves, OwnStates, SavedState, StateName
 from diloco_jax.training.whole_state.staging import StagedShards
 
 
@@ -14,10 +14,10 @@ class KeptState(NamedTuple):
     leaves: Leaves
 
 
-class StatesWithKept(SavedStates):
+class StatesWithKept:
     """The states on disk, and before them one in memory, which can be read once."""
 
-    def __init__(self, on_disk: SavedStates, kept: KeptState) -> None:
+    def __init__(self, on_disk: OwnStates, kept: KeptState) -> None:
         self._on_disk = on_disk
         self._kept: KeptState | None = kept
         # The global step of the state in memory, until one of this step is written to the disk.

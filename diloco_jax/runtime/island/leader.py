@@ -18,7 +18,7 @@ from diloco_jax.runtime.island.evaluation import Change, Evaluation
 from diloco_jax.runtime.island.host import Host, Report, SaveResult
 from diloco_jax.runtime.island.join import Hosts, die
 from diloco_jax.runtime.island.passing import Passing
-from diloco_jax.runtime.island.saved_states import SavedStates, StateName
+from diloco_jax.runtime.island.saved_states import OwnStates, StateName
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.exchange.outgoing import StagedFragment
 from diloco_jax.training.island_state import IslandState
@@ -145,7 +145,7 @@ class LeadingHost(Host):
         evaluate: Evaluation | None,
         hosts: Hosts,
         stop: threading.Event,
-        saves: SavedStates | None = None,
+        saves: OwnStates | None = None,
         blocks: IslandBlocks | None = None,
     ) -> None:
         super().__init__(run, island, compile_step, evaluate, saves, blocks)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -179,6 +179,22 @@ class StateFolder:
             path = self._path(global_step, kind)
             if self._fs.exists(path):
                 self._fs.rm(path)
+
+
+class OwnStates(Protocol):
+    """The states that one process can continue from, and where it writes new ones."""
+
+    def names(self) -> list[StateName]:
+        """Return the names of the states."""
+
+    def read(self, name: StateName) -> SavedState:
+        """Return a state; ValueError with the reason if it cannot be used."""
+
+    def save(self, staged: StagedShards, name: StateName, keep: int, loader: bytes | None = None) -> Future[str]:
+        """Start to write a state beside that of global step `keep`; the future holds the error, "" if there is none."""
+
+    def close(self) -> None:
+        """Refuse further states, and wait until the present one is written."""
 
 
 class SavedStates:

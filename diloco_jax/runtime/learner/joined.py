@@ -41,7 +41,7 @@ from diloco_jax.runtime.island.join import Hosts, make_dialler
 from diloco_jax.runtime.island.kept_state import KeptState, StatesWithKept
 from diloco_jax.runtime.island.leader import LeadingHost
 from diloco_jax.runtime.island.payloads import PayloadSender
-from diloco_jax.runtime.island.saved_states import SavedStates
+from diloco_jax.runtime.island.saved_states import OwnStates, SavedStates
 from diloco_jax.runtime.island.threads import start_thread
 from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, LearnerInbox, LinkKeeper, Signals
 from diloco_jax.runtime.learner.metrics import IslandMetrics
@@ -95,7 +95,7 @@ class Joining(NamedTuple):
         statement = b"" if host.blocks is None else host.blocks.statement
         return make_dialler(host.run, self.learner_id, self.incarnation, self.address, self.hosts, statement)
 
-    def saved_states(self) -> SavedStates:
+    def saved_states(self) -> OwnStates:
         """Return this process's states on disk; ValueError if it cannot write to checkpoints.states."""
         name = check_name(self.learner_id)
         folders = [str(self.run_dir / STATES / name)]
