@@ -1,12 +1,12 @@
 """Processor time of the suite: what each test, folder and collection costs, and what was not run.
 
 The suite prints the sums by folder and its dearest tests, and keeps them in build/suite.json. CI compares this file
-with the committed budget: `python tests/meter.py` ends with status 1 if a folder costs more than its row in
+with the committed budget: `python tests/meter.py` ends with status 1 if a folder costs half as much again as its row in
 tests/budget.toml. Processor time is that of the worker and of the processes that a test started and waited for. Each
 test's is divided by the machine's pace while it ran, so that a slow machine does not exceed a budget that was measured
 on another one. The division is exact only on a machine like that one: where the loop of `pace` took twice as long,
-other processes with JAX took 2.2, the simulator 3.6 and the compiler of Numba 4.0 times as long. So a folder may exceed
-its row by the pace of the whole run again.
+other processes with JAX took 2.2, the simulator 3.6 and the compiler of Numba 4.0 times as long. So what a folder may
+take grows with the pace of the whole run again.
 """
 
 import argparse
@@ -44,7 +44,11 @@ LEFT_OUT = {
     "device": "./scripts/test -m device",
 }
 COLLECTION = "collection"
-# A folder may exceed its row by this, in seconds. Folders with little time vary by more than 20 %.
+# CI fails if a folder takes more than this many times its row and NOISE_S. Two runs of one commit, both at the pace of
+# the budget, differed by 37 % in a folder, because other programs share the caches. A folder that grows by less is
+# marked in the table, and the person who adds the next test to it pays for it.
+NOISE = 1.5
+# Folders with little time vary by more.
 NOISE_S = 3.0
 
 
@@ -214,7 +218,7 @@ def problems(rows: dict[str, float], budget: dict[str, float], slower: float) ->
     for name, spent_s in rows.items():
         if name not in budget:
             found.append(f"{name} has no row in tests/budget.toml and takes {spent_s:.1f} s of processor time; add one")
-        elif spent_s > budget[name] * slower + NOISE_S:
+        elif spent_s > budget[name] * slower * NOISE + NOISE_S:
             found.append(
                 f"{name} takes {spent_s:.1f} s of processor time, its budget is {budget[name]:.0f} s; "
                 "make its tests cheaper (build/suite.json has each), or raise the row and say why in the commit"
