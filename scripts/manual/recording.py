@@ -1,10 +1,10 @@
-"""Record the live view of a real run while an island is killed and returns: docs/recording.svg.
+"""Record the live view of a real run while an island is killed and returns: docs/recording.svg, recording-narrow.svg.
 
     python scripts/manual/recording.py [RUN_DIR]
 
 The command starts the quickstart, sends SIGKILL to island-2 once a third of the run is over, and stops the run once the
-island trains again. It takes about two minutes on two idle cores. The picture repeats forever, at six times the speed;
-readers who prefer reduced motion see the moment after the kill.
+island trains again. It takes about two minutes on two idle cores. The pictures repeat forever, at six times the speed;
+readers who prefer reduced motion see the moment after the kill. The narrow one is for screens of phones.
 """
 
 import io
@@ -21,15 +21,19 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.segment import Segment
+from rich.style import Style
 
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.tools.terminal.view import LiveView, run_in
 
-TARGET = Path(__file__).resolve().parents[2] / "docs" / "recording.svg"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+# Columns of the terminal in each picture.
+WIDTHS = {"recording.svg": 100, "recording-narrow.svg": 50}
 VICTIM = "island-2"
-WIDTH = 100
 # Seconds of the run between two frames, and seconds that a frame is shown.
 EVERY_S, SHOWN_S = 3.0, 0.5
+# The last frame is shown longer, so that a reader sees where the recording ends.
+LAST_SHOWN_S = 2.5
 KILL_AT, LIMIT_S = 0.33, 900.0
 # The run has this time to save and end.
 STOP_S = 120.0
@@ -47,13 +51,23 @@ STYLE = """
 """
 
 
+TRAINS, KILLED, RETURNED = "green", "red", "cyan"
+
+
 class Frame(NamedTuple):
     """The view at one moment of the run."""
 
     at_s: float
-    lines: list[list[Segment]]
-    # Whether the killed island is missing.
-    missing: bool
+    # Lines of the view for each picture.
+    lines: dict[str, list[list[Segment]]]
+    # Explanation of the moment, and its colour.
+    caption: str = ""
+    colour: str = TRAINS
+
+    @property
+    def missing(self) -> bool:
+        """Return whether the killed island is missing."""
+        return self.colour == KILLED
 
 
 def _tspan(segment: Segment) -> str:
@@ -71,42 +85,101 @@ def _line(number: int, segments: Sequence[Segment]) -> str:
     return f'<text x="{MARGIN}" y="{y}" xml:space="preserve">{text}</text>' if text else ""
 
 
-def draw(frames: Sequence[Frame]) -> str:
-    """Return an SVG file that shows the frames one after the other, forever.
+def _motion(count: int) -> list[str]:
+    """Return rules of style that show each of `count` frames once in a turn, and the last one longer."""
+    total_s = SHOWN_S * (count - 1) + LAST_SHOWN_S
+    rules = []
+    for name, shown_s in (("show", SHOWN_S), ("stay", LAST_SHOWN_S)):
+        share = 100 * shown_s / total_s
+        rules.append(
+            f"  @keyframes {name} {{ 0% {{ opacity: 1 }} {share:.3f}% {{ opacity: 0 }} 100% {{ opacity: 0 }} }}"
+        )
+    return [
+        *rules,
+        f"  .frame {{ opacity: 0; animation: show {total_s:g}s step-end infinite }}",
+        "  .frame.last { animation-name: stay }",
+        "  @media (prefers-reduced-motion: reduce) { .frame { animation: none } .still { opacity: 1 } }",
+    ]
+
+
+def draw(frames: Sequence[Frame], name: str) -> str:
+    """Return an SVG file that shows the frames one after the other, forever, each below its caption.
 
     Args:
         frames: At least one; the first frame without the killed island is the still picture.
+        name: One of WIDTHS.
     """
-    rows, total_s = max(len(frame.lines) for frame in frames), SHOWN_S * len(frames)
-    width, height = round(2 * MARGIN + CELL * WIDTH), 2 * MARGIN + LINE * rows
+    # A caption, a note about the speed, and an empty line are above the view.
+    rows = 3 + max(len(frame.lines[name]) for frame in frames)
+    width, height = round(2 * MARGIN + CELL * WIDTHS[name]), 2 * MARGIN + LINE * rows
     still = next((number for number, frame in enumerate(frames) if frame.missing), 0)
-    share = 100 / len(frames)
-    motion = [
-        f"  @keyframes show {{ 0% {{ opacity: 1 }} {share:.3f}% {{ opacity: 0 }} 100% {{ opacity: 0 }} }}",
-        f"  .frame {{ opacity: 0; animation: show {total_s:g}s step-end infinite }}",
-        "  @media (prefers-reduced-motion: reduce) { .frame { animation: none } .still { opacity: 1 } }",
-    ]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     font = 'role="img" font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" font-size="14"'
+    speed = f"a real run on two cores, shown {EVERY_S / SHOWN_S:g} times as fast"
     drawn = [
         f"{head} {font}>",
         f"<title>The live view of a run on two cores: {VICTIM} is killed, the others continue, and it returns</title>",
-        f"<style>{STYLE}\n{chr(10).join(motion)}\n</style>",
+        f"<style>{STYLE}\n{chr(10).join(_motion(len(frames)))}\n</style>",
         f'<rect class="paper" width="{width}" height="{height}" rx="6"/>',
+        _line(1, [Segment(speed, Style(dim=True))]),
     ]
     for number, frame in enumerate(frames):
-        kind = "frame still" if number == still else "frame"
-        lines = "\n".join(filter(None, (_line(*each) for each in enumerate(frame.lines))))
+        kind = "frame" + " still" * (number == still) + " last" * (number == len(frames) - 1)
+        caption = [Segment(frame.caption, Style(color=frame.colour, bold=True))]
+        shown = [_line(0, caption), *(_line(3 + row, each) for row, each in enumerate(frame.lines[name]))]
+        lines = "\n".join(filter(None, shown))
         drawn.append(f'<g class="{kind}" style="animation-delay: {number * SHOWN_S:g}s">\n{lines}\n</g>')
     return "\n".join([*drawn, "</svg>\n"])
 
 
-def look(view: LiveView, console: Console, began_s: float) -> Frame:
-    """Return the present picture of a run."""
-    view.poll()
-    rows = view.status["learners"] if view.status is not None else []
-    missing = any(row["learner"] == VICTIM and row["condition"] != "training" for row in rows)
-    return Frame(time.monotonic() - began_s, console.render_lines(view.picture(), pad=False), missing)
+class Recorder:
+    """A reader of a run's folder that draws its view in the width of each picture."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._consoles = {
+            name: Console(width=width, force_terminal=True, color_system="standard", file=io.StringIO())
+            for name, width in WIDTHS.items()
+        }
+        self._views = {name: LiveView(run_in(run_dir), console) for name, console in self._consoles.items()}
+        self._began_s = time.monotonic()
+        # Times at which the island was killed, and was first seen to train again.
+        self.killed_s = self.returned_s = 0.0
+        self._was_missing = False
+
+    @property
+    def at_s(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self._began_s
+
+    @property
+    def share_done(self) -> float:
+        """Return the share of the run's global steps that is done."""
+        status = next(iter(self._views.values())).status
+        return status["global_step"] / status["total_steps"] if status and status["total_steps"] else 0.0
+
+    def look(self) -> Frame:
+        """Return the present picture of the run."""
+        for view in self._views.values():
+            view.poll()
+        lines = {
+            name: self._consoles[name].render_lines(view.picture(), pad=False) for name, view in self._views.items()
+        }
+        status = next(iter(self._views.values())).status
+        rows = status["learners"] if status is not None else []
+        trains = not any(row["learner"] == VICTIM and row["condition"] != "training" for row in rows)
+        if self.killed_s and not self.returned_s and trains and self._was_missing:
+            self.returned_s = self.at_s
+        self._was_missing |= bool(self.killed_s) and not trains
+        return Frame(self.at_s, lines, *self._caption())
+
+    def _caption(self) -> tuple[str, str]:
+        if not self.killed_s:
+            return "four islands train one model", TRAINS
+        if self.returned_s:
+            return f"{VICTIM} is back, {self.returned_s - self.killed_s:.0f} s after the kill", RETURNED
+        if not self._was_missing:
+            return f"kill -9 {VICTIM}", KILLED
+        return f"{VICTIM} was killed; the other three continue", KILLED
 
 
 def record(run_dir: Path) -> list[Frame]:
@@ -115,30 +188,22 @@ def record(run_dir: Path) -> list[Frame]:
     Raises:
         TimeoutError: The run did not start, or the island did not return, within LIMIT_S.
     """
-    console = Console(width=WIDTH, force_terminal=True, color_system="standard", file=io.StringIO())
     command = [sys.executable, "-m", "diloco_jax", "train", "quickstart", "--run-dir", str(run_dir), "--quiet"]
     job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    view, began_s, frames = LiveView(run_in(run_dir), console), time.monotonic(), list[Frame]()
-    killed_s = returned_s = 0.0
+    recorder, frames = Recorder(run_dir), list[Frame]()
     try:
-        while not returned_s or time.monotonic() < returned_s + AFTER_S:
-            if time.monotonic() > began_s + LIMIT_S or job.poll() is not None:
+        while not recorder.returned_s or recorder.at_s < recorder.returned_s + AFTER_S:
+            if recorder.at_s > LIMIT_S or job.poll() is not None:
                 raise TimeoutError(f"{VICTIM} was not killed and back within {LIMIT_S:g} s; look at {run_dir}")
             time.sleep(EVERY_S)
-            frames.append(look(view, console, began_s))
-            status = view.status
-            if status is None or not status["total_steps"]:
-                continue
-            if not killed_s and status["global_step"] >= KILL_AT * status["total_steps"]:
+            if not recorder.killed_s and recorder.share_done >= KILL_AT:
                 os.kill(_process_of(run_dir), signal.SIGKILL)
-                killed_s = time.monotonic()
-            elif killed_s and not returned_s and not frames[-1].missing and any(frame.missing for frame in frames):
-                returned_s = time.monotonic()
+                recorder.killed_s = recorder.at_s
+            frames.append(recorder.look())
     finally:
         job.send_signal(signal.SIGINT)
         job.wait(STOP_S)
-    first_s = killed_s - began_s - BEFORE_S
-    return [frame for frame in frames if frame.at_s >= first_s]
+    return [frame for frame in frames if frame.at_s >= recorder.killed_s - BEFORE_S]
 
 
 def _process_of(run_dir: Path) -> int:
@@ -155,6 +220,8 @@ def _process_of(run_dir: Path) -> int:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        made = draw(record(Path(sys.argv[1] if len(sys.argv) > 1 else folder) / "recorded"))
-    TARGET.write_text(made, encoding="utf-8")
-    print(f"{TARGET.name}: {len(made) / 1e3:.0f} kB")
+        recorded = record(Path(sys.argv[1] if len(sys.argv) > 1 else folder) / "recorded")
+    for target in WIDTHS:
+        text = draw(recorded, target)
+        (DOCS / target).write_text(text, encoding="utf-8")
+        print(f"{target}: {len(text) / 1e3:.0f} kB")
