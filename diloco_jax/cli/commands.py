@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from diloco_jax.cli import clean, first, follow, inference, prepare, records, runs
+from diloco_jax.cli import clean, first, follow, inference, prepare, records, rewind, runs
 from diloco_jax.cli.parser import Command, Parser, build_parser
 
 GROUPS: Mapping[str, tuple[Command, ...]] = {
     "run, and watch it": (
         runs.train, records.status, records.view, records.drain, records.ban, records.admit, records.profile,
-        records.report, records.compare, follow.follow, runs.chaos,
+        rewind.rewind, records.report, records.compare, follow.follow, runs.chaos,
     ),
     "prepare": (
         first.init, first.data, first.tokenize, inference.begin, prepare.doctor, prepare.plan, prepare.stage,

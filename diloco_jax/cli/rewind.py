@@ -1,0 +1,54 @@
+"""Subcommand that takes a stopped run back to an older snapshot."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from diloco_jax.cli.parser import Parser, command
+from diloco_jax.cli.shared import run_config, show
+
+
+def _rewind_options(parser: Parser) -> None:
+    parser.takes_json()
+    parser.add_argument("run", help="folder of the run")
+    parser.add_argument(
+        "--to", type=int, metavar="STEP", help="global step of the snapshot to continue from; default: list them"
+    )
+
+
+@command("rewind", "List the snapshots of a run, or let a stopped run continue from an older one.", _rewind_options)
+def rewind(arguments: argparse.Namespace) -> int:
+    from diloco_jax.runtime.local.rewind import go_back, list_snapshots
+    from diloco_jax.runtime.records.files import resume_command
+
+    run_config(arguments.run)
+    run_dir = Path(arguments.run)
+    if arguments.to is None:
+        facts = [each._asdict() for each in list_snapshots(run_dir)]
+        show(arguments, {"snapshots": facts}, _table)
+        return 0
+    moved = go_back(run_dir, arguments.to)
+    result = {"global_step": arguments.to, "moved_to": None if moved is None else str(moved)}
+    show(arguments, {**result, "resume": resume_command(run_dir)}, _describe)
+    return 0
+
+
+def _table(result: dict[str, Any]) -> str:
+    lines = [f"{'global step':>11}  {'written':<20}  evaluation loss up to then"]
+    for each in result["snapshots"]:
+        written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(each["written_unix_s"]))
+        loss = "none" if each["loss"] is None else f"{each['loss']:.4f}"
+        lines.append(f"{each['global_step']:>11}  {written:<20}  {loss}")
+    return "\n".join(lines) if len(lines) > 1 else "no snapshot; protocol.snapshot_every decides when one is written"
+
+
+def _describe(result: dict[str, Any]) -> str:
+    step = result["global_step"]
+    if result["moved_to"] is None:
+        kept = f"nothing is newer than the snapshot of global step {step}"
+    else:
+        kept = f"everything newer than global step {step} is now in {result['moved_to']}; delete it when you are sure"
+    return f"{kept}\nto continue from there: {result['resume']} (or diloco syncer with --rewind, and each island)"
