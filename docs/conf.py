@@ -31,6 +31,8 @@ copybutton_exclude = ".linenos, .gp, .go"
 html_theme = "furo"
 html_title = "diloco_jax"
 html_static_path = ["_static"]
+# The report of a real run, which stands alone.
+html_extra_path = ["demo.html"]
 # Each page starts with a link to the glossary.
 templates_path = ["_templates"]
 html_css_files = ["site.css"]

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LINK = re.compile(r"\]\(([^()\s]+)\)")
+# A link of Markdown, or of HTML within it.
+LINK = re.compile(r"(?:\]\(|(?:src|srcset|href)=\")([^()\s\"]+)[)\"]")
 ROOMS = "cli|tools|adapters|runtime|settings|sim|transport|training|protocol|core"
 CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 
@@ -90,6 +91,15 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         "page.md: #the-course names no heading of that page",
         "page.md: picture.svg does not exist",
     ]
+
+
+def test_the_quickstart_takes_the_same_time_on_every_page() -> None:
+    pages = ("README.md", "docs/start.md", "configs/quickstart.yaml")
+    read = {name: " ".join((ROOT / name).read_text(encoding="utf-8").replace("#", "").split()) for name in pages}
+    times = {name: set(re.findall(r"[\w-]+ to [\w-]+ minutes on two idle cores", text)) for name, text in read.items()}
+    assert len(set.union(*times.values())) == 1 and all(times.values()), times
+    installs = {name: re.findall(r"[\w-]+ to [\w-]+ minutes, once", read[name]) for name in pages[:2]}
+    assert installs["README.md"] == installs["docs/start.md"] and len(installs["README.md"]) == 1, installs
 
 
 # Shorter pieces of a message, between two variable parts, prove nothing.

@@ -142,7 +142,7 @@ class Recorder:
         }
         self._views = {name: LiveView(run_in(run_dir), console) for name, console in self._consoles.items()}
         self._began_s = time.monotonic()
-        # Times at which the island was killed, and was first seen to train again.
+        # Times when the island was killed, and was first seen to train again.
         self.killed_s = self.returned_s = 0.0
         self._was_missing = False
 

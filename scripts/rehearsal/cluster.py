@@ -18,10 +18,9 @@ from typing import Any
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.local.processes import Child, Process, free_address
 from diloco_jax.runtime.local.run import LocalRun, child_environment
-from diloco_jax.runtime.records.files import TAPES
+from diloco_jax.runtime.records.files import CHAOS, TAPES
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
-from diloco_jax.tools.chaos.actions import CHAOS
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.tools.launch import common
 

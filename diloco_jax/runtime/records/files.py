@@ -45,6 +45,8 @@ OFFERED = "offered"
 LOGS = "logs"
 # Signs of life of each process, for probes (pulse.py).
 HEALTH = "health"
+# The folder of `diloco chaos`: its faults, orders to its learners, and their measurements.
+CHAOS, FAULTS_FILE = "chaos", "faults.jsonl"
 # Profiles of steps by jax.profiler.
 PROFILES = "profiles"
 # Compiled programs, so that a process that starts again need not compile.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.runtime.records.files import CHECKPOINTS, CLOCK_FILE, CONFIG_FILE, METRICS_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import CHAOS, CHECKPOINTS, CLOCK_FILE, CONFIG_FILE, METRICS_FILE, TAPE_FILE
 from diloco_jax.runtime.records.tape_file import Tail
 from diloco_jax.runtime.records.telemetry import write_json
 from diloco_jax.settings.text import load
@@ -81,8 +81,6 @@ HOST_FAULTS: dict[str, Callable[[Path], Undo | None]] = {
 }
 
 
-# The folder in a run's folder with orders to chaos learners and with their measurements.
-CHAOS = "chaos"
 # A slowed island runs and stops alternately for these times.
 RUNS_S, STOPS_S = 0.02, 0.1
 # The delay of a recovering learner's link, so that its donor can be killed before all parts have arrived.

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.runtime.records.files import METRICS_FILE, TAPE_FILE
+from diloco_jax.runtime.records.files import CHAOS, FAULTS_FILE, METRICS_FILE, TAPE_FILE
 from diloco_jax.runtime.records.tape_file import LineFile, Tail
 from diloco_jax.runtime.records.thinning import RecordTail
-from diloco_jax.tools.chaos.actions import CHAOS, Processes, Saboteur, began_unix_s, next_donor
+from diloco_jax.tools.chaos.actions import Processes, Saboteur, began_unix_s, next_donor
 from diloco_jax.tools.chaos.ledger import Ledger
 from diloco_jax.tools.chaos.schedule import ChaosFault
 
@@ -20,8 +20,6 @@ POLL_S = 0.02
 HEAL_SILENCES = 3.0
 # The time that a killed learner has to start its recovery.
 HUNT_S = 600.0
-# A file in the chaos folder.
-FAULTS_FILE = "faults.jsonl"
 # The fields of a fault that are recorded for `scripts/twin/compare`.
 DETAILS = ("at_step", "duration_s", "direction", "how", "amount")
 

@@ -26,8 +26,9 @@ from diloco_jax.runtime.island.payloads import PayloadSender, StagedUpdate
 from diloco_jax.runtime.learner import joined
 from diloco_jax.runtime.learner.joined import Joining
 from diloco_jax.runtime.learner.run import LearnerRun
+from diloco_jax.runtime.records.files import CHAOS
 from diloco_jax.runtime.records.tape_file import LineFile
-from diloco_jax.tools.chaos.actions import CHAOS, began_unix_s, order_file
+from diloco_jax.tools.chaos.actions import began_unix_s, order_file
 from diloco_jax.tools.chaos.ledger import WAITS_FILE
 from diloco_jax.training.island import StepHandle
 from diloco_jax.transport.link import Link

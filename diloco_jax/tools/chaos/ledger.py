@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.messages import SYNCER
-from diloco_jax.tools.chaos.actions import CHAOS
+from diloco_jax.runtime.records.files import CHAOS
 from diloco_jax.tools.chaos.schedule import KINDS, ChaosFault
 
 # A recovery counts if there was no disruption for this time after it.

@@ -27,6 +27,7 @@ from diloco_jax.runtime.records.thinning import THINNED, RecordTail
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import flat, load, read_settings
 from diloco_jax.tools.page.curve import few
+from diloco_jax.tools.page.faults import read_faults
 from diloco_jax.tools.page.story import LOSSES, Story, verdict
 from diloco_jax.tools.page.times import KINDS, IslandTimes, RoundTimes
 from diloco_jax.tools.terminal.words import stands
@@ -206,6 +207,7 @@ class RunFeed:
             "rounds": self._rounds.whole(),
             "events": [*self._events],
             "metrics": metrics,
+            "faults": read_faults(self.folder),
         }
         return finite(
             {**self._now(still=still), **facts, "curves": self._curves(), "logs": self.logs(), **self._about()}

@@ -5,7 +5,7 @@ const token = location.hash.slice(1);
 // The data of a report, which has no server; null on a served page.
 const still = JSON.parse($('data').textContent);
 const calm = matchMedia('(prefers-reduced-motion: reduce)');
-let runs = [], shown = 0, heardMs = 0, picked = null, span = 0, lossBy = 0, lossRange = 0, metric = 'loss';
+let runs = [], shown = 0, moment = null, heardMs = 0, picked = null, span = 0, lossBy = 0, lossRange = 0, metric = 'loss';
 
 // ---- elements
 function h(tag, props, ...children) {
@@ -42,6 +42,7 @@ function si(value, unit = '') {
 }
 // A round number of an axis.
 const short = value => si(value).replace(/(\.\d*?)0+(?=\D?$)/, '$1').replace(/\.(?=\D?$)/, '');
+const grouped = count => known(count) ? count.toLocaleString('en') : none;
 const share = value => known(value) ? (100 * value).toFixed(value > 0.9995 || value === 0 ? 0 : 1) + ' %' : none;
 function time(seconds) {
   if (!known(seconds)) return none;
@@ -115,7 +116,7 @@ function drawHead(run) {
   const partial = still && !summary.complete ? '. Not complete: the numbers are those up to the last record' : '';
   text($('origin'), [run.name === name ? '' : 'folder ' + run.name, config && config !== name ? 'config ' + config : '', known(parameters) ? si(parameters) + ' parameters' : '',
     known(began_unix_s) ? 'started ' + date(began_unix_s) : ''].filter(Boolean).join(', '));
-  text($('facts'), `step ${steps}${total ? ' of ' + total : ''}, ${time(status.wall_s ?? summary.wall_s)}${left}${read}${partial}`);
+  text($('facts'), `step ${grouped(steps)}${total ? ' of ' + grouped(total) : ''}, ${time(status.wall_s ?? summary.wall_s)}${left}${read}${partial}`);
   if (still) text($('link'), 'a report' + (known(run.written_unix_s) ? ', written ' + date(run.written_unix_s) : ''));
   text($('verdict'), still ? run.verdict : '');
   text($('waiting'), live(run) && status.waiting_for ? 'waiting for: ' + status.waiting_for : '');
@@ -132,12 +133,15 @@ function choices(place, name, options, now, choose) {
     place.append(h('label', {}, input, h('span', {}, words)));
   }
 }
+const ENDED_OPEN = 4;
 function drawAlarms(run) {
   once($('alarm-list'), run.alarms, () => fill($('alarm-list'), ...(run.alarms.length
     ? run.alarms.map(alarm => h('li', {}, alarm.text, h('span', {}, alarm.remedy)))
     : [h('li', {class: 'none'}, live(run) ? 'None now' : 'None at the end')])));
   once($('ended-list'), run.ended, () => {
     $('ended').hidden = !run.ended.length;
+    // A long list of the past must not hide the losses of a report.
+    if (still) $('ended').open = run.ended.length <= ENDED_OPEN;
     text($('ended-what'), `Ended: ${run.ended.length}`);
     fill($('ended-list'), ...[...run.ended].reverse().map(alarm => h('li', {}, ended(alarm))));
   });
@@ -245,6 +249,9 @@ const merging = run => live(run) && run.status.state !== 'evaluating';
 // Kinds of events that charts over time mark.
 const MARKED = ['left', 'disconnected', 'joined', 'silent', 'restarted', 'expelled', 'banned', 'admitted'];
 const SINCE = 'time since the start of the run';
+// What charts over time mark: those events, and injected faults with their numbers.
+const marksOf = run => [...run.events.filter(event => MARKED.includes(event.kind)),
+  ...(run.faults || []).map(fault => ({t: fault.t, kind: 'fault', who: [], label: String(fault.n), what: `fault ${fault.n}: ${fault.what}`}))];
 // The part of the timeline that moves.
 let scene = null;
 function drawRounds(run) {
@@ -323,7 +330,7 @@ function move() {
 
 function drawStrip(run) {
   const {cells, members} = run.curves, names = Object.keys(members), box = $('strip'), width = Math.max(240, box.clientWidth);
-  once(box, [run.name, cells, members, width, run.events.length], () => {
+  once(box, [run.name, cells, members, width, run.events.length, moment], () => {
     if (!names.length) return fill(box, h('p', {class: 'soft'}, 'No round has been merged yet.'));
     const left = Math.min(110, 16 + 7 * Math.max(...names.map(name => name.length))), row = names.length > 16 ? 12 : 18, height = names.length * row;
     const end = Math.max(run.end_s, cells[cells.length - 1][1]) || 1, x = t => left + t / end * (width - left), step = nice(end, width / 90);
@@ -338,6 +345,7 @@ function drawStrip(run) {
         const from = at ? cells[at - 1][1] : cells[0][0];
         if (hits) drawing.append(s('rect', {class: 'cell', x: x(from), y: index * row + 1, width: Math.max(1, x(cells[at][1]) - x(from)), height: row - 2, opacity: 0.12 + 0.88 * hits / cells[at][2]}));
       });
+      if (moment !== null) drawing.append(s('path', {class: 'cross', d: `M${x(moment)} ${index * row}v${row}`}));
       for (const event of run.events) {
         if (MARKED.includes(event.kind) && event.who.includes(name)) {
           drawing.append(s('path', {class: 'mark' + (event.kind === 'joined' ? ' good' : ''), d: `M${x(event.t)} ${index * row}v${row}`}, s('title', {}, `${name} ${event.kind}: ${event.reason}`)));
@@ -420,9 +428,13 @@ function chart(place, legend, lines, xForm, {label, xTitle, yTitle, settles = fa
   const frame = {x: left - 5, y: top - 2, width: width - left + 5, height: bottom - top + 8};
   const inside = s('svg', {...frame, viewBox: Object.values(frame).join(' ')});
   for (const event of marks) {
-    if (event.t > first && event.t < last) inside.append(s('path', {class: 'mark' + (event.kind === 'joined' ? ' good' : ''),
-      d: `M${x(event.t).toFixed(1)} ${top}V${bottom}`}, s('title', {}, `${event.who.join(', ')} ${event.kind} after ${time(event.t)}`)));
+    if (event.t <= first || event.t >= last) continue;
+    const style = event.kind === 'joined' ? ' good' : event.kind === 'fault' ? ' fault' : '', at = x(event.t).toFixed(1);
+    inside.append(s('path', {class: 'mark' + style, d: `M${at} ${top}V${bottom}`},
+      s('title', {}, event.what || `${event.who.join(', ')} ${event.kind} after ${time(event.t)}`)));
+    if (event.label && width > 700) drawing.append(s('text', {class: 'number', x: at, y: top - 3, 'text-anchor': 'middle'}, event.label));
   }
+  if (marks.length && moment !== null && moment >= first && moment <= last) inside.append(s('path', {class: 'cross', d: `M${x(moment).toFixed(1)} ${top}V${bottom}`}));
   for (const line of lines) {
     const points = line.points.filter(point => known(point[1])).map(point => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`);
     inside.append(s('polyline', {class: 'line ' + line.style, points: points.join(' ')}));
@@ -450,12 +462,12 @@ function drawLoss(run) {
   if (mean.length) lines.push({name: `mean of the ${metric === 'evaluation loss' ? 'lines' : 'islands'}, smoothed`, style: 'main', points: mean});
   if (metric === 'loss' && run.curves.evals.length) lines.push({name: 'global model', style: 'main dashed', dots: true, points: run.curves.evals.map(point => [point[by], point[2]])});
   chart($('loss'), $('loss-legend'), lines, by ? short : tick, {label: metric, xTitle: by ? 'tokens of all islands' : SINCE,
-    marks: by ? [] : run.events.filter(event => MARKED.includes(event.kind)), yTitle: metric.replaceAll('_', ' '), settles: metric === 'loss' && !lossRange});
+    marks: by ? [] : marksOf(run), yTitle: metric.replaceAll('_', ' '), settles: metric === 'loss' && !lossRange});
 }
 function drawPace(run) {
   const {totals, trained, islands} = run.curves, one = (name, points, style = 'k0') => ({name, style, points});
   // Marks and axes are those of the losses, so that all charts show the same time.
-  const about = {xTitle: SINCE, low: 0, marks: run.events.filter(event => MARKED.includes(event.kind))};
+  const about = {xTitle: SINCE, low: 0, marks: marksOf(run)};
   $('pace').hidden = totals.length < 2;
   if ($('pace').hidden) return;
   chart($('trained'), $('trained-legend'), [one('goodput', growth(trained, 1, 2).map(([t, part]) => [t, Math.min(1, part)]), 'k2')], tick,
@@ -467,6 +479,45 @@ function drawPace(run) {
   chart($('present'), $('present-legend'), Object.entries(islands).map(([name, points], index) => one(name, points, colour(index))), tick,
     {...about, label: 'Islands', yTitle: 'islands'});
 }
+// ---- a moment of a finished run, and the faults that were injected into it
+const nearest = (points, t) => points.reduce((best, point) => !best || Math.abs(point[0] - t) < Math.abs(best[0] - t) ? point : best, null);
+function describeMoment(run, t) {
+  const state = {};
+  for (const event of run.events) {
+    if (event.t > t) break;
+    const now = {joined: '', back: '', left: 'has left', disconnected: 'is disconnected', silent: 'is silent'}[event.kind];
+    if (now !== undefined) for (const name of event.who) state[name] = now;
+  }
+  const away = Object.entries(state).filter(each => each[1]).map(each => each.join(' ')), parts = [];
+  const loss = nearest(smoothed(Object.values(run.curves.loss).map(points => ({points: points.map(point => [point[0], point[2]])}))), t);
+  const merged = nearest((run.curves.islands || {})['merged per round'] || [], t);
+  const under = (run.faults || []).filter(fault => fault.t <= t && t <= (fault.recovered_s ?? fault.t) + 1);
+  if (under.some(fault => fault.what.includes('-syncer'))) parts.push('the syncer is away, so no round closes, and islands train on');
+  else {
+    parts.push(away.length ? away.join(', ') : 'all islands are connected');
+    if (merged) parts.push(`rounds merge ${merged[1].toFixed(1)} islands`);
+  }
+  if (loss) parts.push(`training loss ${loss[1].toFixed(3)}`);
+  for (const fault of under) parts.push(`fault ${fault.n} (${fault.what}) for ${time(t - fault.t)}`);
+  return `${time(t)}: ${parts.join('; ')}`;
+}
+function drawMoment(run) {
+  const faults = run.faults || [];
+  $('moments').hidden = !still || lossBy !== 0 || !run.end_s;
+  text($('moment-what'), moment === null ? '' : describeMoment(run, moment));
+  $('faults').hidden = !faults.length;
+  once($('fault-table'), [run.name, faults], () => fill($('fault-table'),
+    h('thead', {}, h('tr', {}, ...['fault', 'time', 'what', 'start to recovery'].map((name, at) => h('th', {scope: 'col', class: at === 2 ? 'text' : null}, name)))),
+    h('tbody', {}, ...faults.map(fault => h('tr', {}, h('th', {scope: 'row'}, String(fault.n)),
+      h('td', {}, still ? h('button', {'aria-label': `Show the charts at fault ${fault.n}`, onclick: () => show(fault.t + 0.5)}, time(fault.t)) : time(fault.t)),
+      h('td', {class: 'text'}, fault.what), h('td', {}, known(fault.recovered_s) ? time(fault.recovered_s - fault.t) : none))))));
+}
+function show(t) {
+  moment = Math.min(t, runs[shown].end_s);
+  $('moment').value = 1000 * moment / runs[shown].end_s;
+  draw();
+}
+$('moment').addEventListener('input', event => show(event.target.value / 1000 * runs[shown].end_s));
 // Reads the metrics again, because news do not have them.
 async function refresh() {
   if (metric === 'loss' || still || document.hidden || !runs.length || !live(runs[shown])) return;
@@ -598,7 +649,7 @@ function draw() {
   const run = runs[shown];
   if (!run) return;
   document.querySelector('main').classList.toggle('empty', !run.end_s);
-  for (const part of [drawHead, drawAlarms, drawFigures, drawRuns, drawLoss, drawPace, drawIslands, drawRounds, drawStrip, drawUses, drawLinks, drawSamples, drawSample, drawEvents, drawLogs, drawMade, drawSettings]) part(run);
+  for (const part of [drawHead, drawAlarms, drawFigures, drawRuns, drawLoss, drawMoment, drawPace, drawIslands, drawRounds, drawStrip, drawUses, drawLinks, drawSamples, drawSample, drawEvents, drawLogs, drawMade, drawSettings]) part(run);
 }
 document.querySelector('.skip').addEventListener('click', event => { event.preventDefault(); $('islands').focus(); });
 document.querySelectorAll('details').forEach(each => each.addEventListener('toggle', draw));

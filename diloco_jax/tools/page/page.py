@@ -35,7 +35,7 @@ def write_report(folder: Path, baseline: Path | None = None) -> Path:
     Raises:
         ValueError: the run has no step yet.
     """
-    runs = [_read(each) for each in (folder, baseline) if each is not None]
+    runs = [read_report(each) for each in (folder, baseline) if each is not None]
     if baseline is not None:
         loss, other = (run["summary"].get("eval_loss") for run in runs)
         runs[0]["verdict"] += against(loss, other, runs[1]["name"])
@@ -44,8 +44,12 @@ def write_report(folder: Path, baseline: Path | None = None) -> Path:
     return target
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    """Return everything that a report shows of a run."""
+def read_report(folder: Path) -> dict[str, Any]:
+    """Return everything that a report shows of a run.
+
+    Raises:
+        ValueError: the run has no step yet.
+    """
     metrics = folder / METRICS_FILE
     if not metrics.is_file():
         raise ValueError(f"{metrics} does not exist; give the folder of a run, one that `diloco train` made")

@@ -229,7 +229,7 @@ def verdict(
     total, loss = status.get("total_steps"), summary.get("eval_loss")
     restarts = sum(row["restarts"] for row in summary["learners"].values())
     said = [
-        f"{state}: {steps}{f' of {total}' if total else ''} global steps",
+        f"{state}: {steps:,}{f' of {total:,}' if total else ''} global steps",
         f"evaluation loss {loss:.4f}" if loss is not None else "not evaluated" if state in ENDED else "",
         f"{format_count(status.get('tokens', summary['tokens']))} tokens",
         format_duration(status.get("wall_s", summary["wall_s"])),
