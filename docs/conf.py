@@ -1,7 +1,9 @@
 """Sphinx: `./scripts/docs` builds the site from the Markdown here and the docstrings of the package."""
 
+import base64
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from docutils import nodes
@@ -52,14 +54,28 @@ def as_plain_text(app: Sphinx, what: str, name: str, thing: Any, options: Any, l
         lines[index] = "".join(pieces)
 
 
+def cell_blocks(cell: dict[str, Any]) -> Iterator[str]:
+    """Yield the Markdown of a cell: its text, or its code with what that printed and drew."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        yield source
+        return
+    yield f"```python\n{source}\n```"
+    for output in cell["outputs"]:
+        if output["output_type"] == "stream":
+            yield f"```text\n{''.join(output['text'])}```"
+        else:
+            picture = base64.b64encode("".join(output["data"]["image/svg+xml"]).encode()).decode()
+            yield f'<img src="data:image/svg+xml;base64,{picture}" alt="what the cell drew">'
+
+
 class NotebookParser(MystParser):
-    """A parser of notebooks that have no outputs: their text as it is, their code in fences."""
+    """A parser of notebooks: their text as it is, their code and its outputs in fences, their pictures."""
 
     supported = ("notebook",)
 
     def parse(self, inputstring: str, document: nodes.document) -> None:
-        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(inputstring)["cells"]]
-        blocks = [text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells]
+        blocks = [block for cell in json.loads(inputstring)["cells"] for block in cell_blocks(cell)]
         super().parse("\n\n".join(blocks), document)
 
 

@@ -1,12 +1,13 @@
 """Record the live view of a real run while an island is killed and returns: docs/recording.svg, recording-narrow.svg.
 
-    python scripts/manual/recording.py [RUN_DIR]
+    python scripts/manual/recording.py
 
 The command starts the quickstart, sends SIGKILL to island-2 once a third of the run is over, and stops the run once the
 island trains again. It takes about two minutes on two idle cores. The pictures repeat forever, at six times the speed;
 readers who prefer reduced motion see the moment after the kill. The narrow one is for screens of phones.
 """
 
+import contextlib
 import io
 import os
 import signal
@@ -23,7 +24,6 @@ from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style
 
-from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.tools.terminal.view import LiveView, run_in
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -197,7 +197,7 @@ def record(run_dir: Path) -> list[Frame]:
                 raise TimeoutError(f"{VICTIM} was not killed and back within {LIMIT_S:g} s; look at {run_dir}")
             time.sleep(EVERY_S)
             if not recorder.killed_s and recorder.share_done >= KILL_AT:
-                os.kill(_process_of(run_dir), signal.SIGKILL)
+                os.kill(_process_of(job.pid), signal.SIGKILL)
                 recorder.killed_s = recorder.at_s
             frames.append(recorder.look())
     finally:
@@ -206,21 +206,24 @@ def record(run_dir: Path) -> list[Frame]:
     return [frame for frame in frames if frame.at_s >= recorder.killed_s - BEFORE_S]
 
 
-def _process_of(run_dir: Path) -> int:
-    """Return the process of the victim, which its command line names."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+def _process_of(supervisor: int) -> int:
+    """Return the process of the victim among those that a supervisor started; TimeoutError if there is none."""
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = path.read_bytes().decode().split("\0")
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+            # The name of the program, in brackets, may contain spaces; the second field after it is the parent.
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if VICTIM in words and any(str(run_dir) in word for word in words):
-            return int(path.parent.name)
-    raise TimeoutError(f"no process of {VICTIM} names {run_dir / STATUS_FILE}")
+        if VICTIM in words and parent == supervisor:
+            return int(folder.name)
+    raise TimeoutError(f"{VICTIM} has no process")
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        recorded = record(Path(sys.argv[1] if len(sys.argv) > 1 else folder) / "recorded")
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        # The view names the logs by this path, so it is the one that a reader's run has.
+        recorded = record(Path("runs/quickstart"))
     for target in WIDTHS:
         text = draw(recorded, target)
         (DOCS / target).write_text(text, encoding="utf-8")

@@ -1,8 +1,8 @@
 """Return of a stopped run to an older snapshot by choice.
 
-A run that resumes continues from its newest snapshot (runtime/syncer/begin.py). So everything newer moves into a separate
-folder: the snapshots, the states that islands saved since then, and the summary of a complete run. The tape stays
-whole, and the resumed run records on it that it went back.
+A run that resumes continues from its newest snapshot (runtime/syncer/begin.py). So everything newer moves into a
+separate folder: the snapshots, the states that islands saved since then, and the summary of a complete run. The tape
+stays whole, and the resumed run records on it that it went back.
 """
 
 import os

@@ -211,14 +211,16 @@ def _wrapped(text: str, width: int) -> str:
 
 def _curves(curves: Mapping[str, Sequence[float]], span_s: float, width: int) -> list[str]:
     """Draw curves with their first and last value, after the time that they show; the speed needs a wide terminal."""
-    bars = WIDE_BARS if width >= WIDE else NARROW_BARS
-    lines = []
+    most = WIDE_BARS if width >= WIDE else NARROW_BARS
+    lines = list[str]()
     for name, values in curves.items():
         form: Callable[[float], str] = format_count if name == SPEED else "{:.3f}".format
         if name != SPEED or width >= WIDE:
-            lines.append(f"{name} {form(values[0])} {sparkline(values, bars)} {form(values[-1])}")
-    if lines and span_s:
-        lines[0] = f"last {format_duration(span_s)}: {lines[0]}"
+            span = f"last {format_duration(span_s)}: " if span_s and not lines else ""
+            before, after = f"{span}{name} {form(values[0])} ", f" {form(values[-1])}"
+            # A curve stays on one line, with room for the mark between two facts.
+            bars = max(1, min(most, width - len(before) - len(after) - 2))
+            lines.append(f"{before}{sparkline(values, bars)}{after}")
     return lines
 
 
