@@ -1,0 +1,65 @@
+"""The faults of a chaos run on its page: read from the run's folder, marked in the charts, reached by the slider."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_jax.tools.page.faults import SHOWN_MAX, read_faults
+from diloco_jax.tools.page.page import write_report
+from tests.tools.page.browser import CHROMIUM, Browser
+from tests.tools.page.made import append, made_run, note, one_round, step
+
+
+def fault(event: str, number: int, t: float, **changes: Any) -> str:
+    what = f"#{number} step 3: kill island-1"
+    return json.dumps({"event": event, "t": t, "fault": number, "kind": "kill", "what": what, **changes}) + "\n"
+
+
+def written(folder: Path, *lines: str) -> Path:
+    (folder / "chaos").mkdir(parents=True, exist_ok=True)
+    (folder / "chaos" / "faults.jsonl").write_text("".join(lines))
+    return folder
+
+
+def test_a_fault_has_its_start_and_its_recovery(tmp_path: Path) -> None:
+    assert read_faults(tmp_path) == [], "a run without chaos"
+    lines = (fault("begin", 2, 9.0), fault("begin", 1, 4.0), fault("end", 1, 5.0), fault("recovered", 1, 6.5))
+    assert read_faults(written(tmp_path, *lines)) == [
+        {"n": 1, "t": 4.0, "what": "kill island-1", "recovered_s": 6.5},
+        {"n": 2, "t": 9.0, "what": "kill island-1", "recovered_s": None},
+    ]
+
+
+def test_damaged_lines_and_too_many_faults_are_left_out(tmp_path: Path) -> None:
+    damaged = ("garbage\n", "[]\n", fault("begin", 1, 1.0, fault="x"), fault("recovered", 7, 2.0), '{"fault": 3')
+    assert read_faults(written(tmp_path, *damaged)) == []
+    many = read_faults(written(tmp_path, *(fault("begin", n, n) for n in range(SHOWN_MAX + 5))))
+    assert [each["n"] for each in many] == [*range(SHOWN_MAX)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium here: install Debian's package chromium")
+def test_the_slider_and_the_faults_show_a_moment(tmp_path: Path) -> None:
+    folder = made_run(tmp_path / "run")
+    append(folder, *(step("a", 10.0 + n, n, 10 * n) for n in range(2, 30)), note("disconnected", 15.0, 12, "b"))
+    append(folder, *one_round(20, 30.0))
+    report = write_report(written(folder, fault("begin", 1, 15.0), fault("recovered", 1, 20.0)))
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.size(1280, 900)
+        browser.open(report.as_uri())
+        browser.until("document.getElementById('fault-table').rows.length === 2")
+        assert browser.run("document.getElementById('moment-what').textContent") == ""
+        assert browser.run("document.querySelectorAll('#loss .cross').length") == 0
+        browser.run("document.querySelector('#fault-table button').click()")
+        said = browser.run("document.getElementById('moment-what').textContent")
+        assert "b is disconnected" in said and "fault 1 (kill island-1) for 500 ms" in said
+        assert browser.run("document.querySelectorAll('#loss .cross').length") == 1
+        assert browser.run("document.querySelectorAll('#loss .mark.fault').length") == 1
+        browser.run("const m = document.getElementById('moment'); m.value = 1000; m.dispatchEvent(new Event('input'))")
+        assert "fault 1" not in browser.run("document.getElementById('moment-what').textContent")
+        assert not browser.problems
+    finally:
+        browser.close()
