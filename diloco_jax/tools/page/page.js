@@ -140,8 +140,8 @@ function drawAlarms(run) {
     : [h('li', {class: 'none'}, live(run) ? 'None now' : 'None at the end')])));
   once($('ended-list'), run.ended, () => {
     $('ended').hidden = !run.ended.length;
-    // A long list of the past must not hide the losses of a report.
-    if (still) $('ended').open = run.ended.length <= ENDED_OPEN;
+    // A long list of the past must not hide the losses of a run that has ended.
+    if (!live(run)) $('ended').open = run.ended.length <= ENDED_OPEN;
     text($('ended-what'), `Ended: ${run.ended.length}`);
     fill($('ended-list'), ...[...run.ended].reverse().map(alarm => h('li', {}, ended(alarm))));
   });
@@ -503,13 +503,13 @@ function describeMoment(run, t) {
 }
 function drawMoment(run) {
   const faults = run.faults || [];
-  $('moments').hidden = !still || lossBy !== 0 || !run.end_s;
+  $('moments').hidden = live(run) || lossBy !== 0 || !run.end_s;
   text($('moment-what'), moment === null ? '' : describeMoment(run, moment));
   $('faults').hidden = !faults.length;
-  once($('fault-table'), [run.name, faults], () => fill($('fault-table'),
+  once($('fault-table'), [run.name, faults, live(run)], () => fill($('fault-table'),
     h('thead', {}, h('tr', {}, ...['fault', 'time', 'what', 'start to recovery'].map((name, at) => h('th', {scope: 'col', class: at === 2 ? 'text' : null}, name)))),
     h('tbody', {}, ...faults.map(fault => h('tr', {}, h('th', {scope: 'row'}, String(fault.n)),
-      h('td', {}, still ? h('button', {'aria-label': `Show the charts at fault ${fault.n}`, onclick: () => show(fault.t + 0.5)}, time(fault.t)) : time(fault.t)),
+      h('td', {}, !live(run) ? h('button', {'aria-label': `Show the charts at fault ${fault.n}`, onclick: () => show(fault.t + 0.5)}, time(fault.t)) : time(fault.t)),
       h('td', {class: 'text'}, fault.what), h('td', {}, known(fault.recovered_s) ? time(fault.recovered_s - fault.t) : none))))));
 }
 function show(t) {
