@@ -357,6 +357,8 @@ function drawStrip(run) {
 }
 
 // ---- charts
+// Lines that the reader has hidden, by chart and name.
+const unseen = new Set();
 // The range of an axis. `settles` is for losses: their last half fills at least half of the axis, so that their steep
 // start may be above it.
 function rangeOf(points, settles) {
@@ -396,9 +398,14 @@ function growth(points, top, over = 0) {
   return found;
 }
 function chart(place, legend, lines, xForm, {label, xTitle, yTitle, settles = false, marks = [], low: floor, yForm = null}) {
+  const key = line => legend.id + ' ' + line.name, listed = lines;
+  once(legend, listed.map(line => [line.name, line.style, unseen.has(key(line))]), () => fill(legend, ...listed.map(line =>
+    h('li', {}, listed.length < 2 ? h('span', {}, h('i', {class: line.style}), line.name)
+      : h('button', {class: 'line-name', 'aria-pressed': String(!unseen.has(key(line))), title: 'Show or hide this line',
+        onclick: () => { if (!unseen.delete(key(line))) unseen.add(key(line)); draw(); legend.children[listed.indexOf(line)].firstChild.focus(); }},
+      h('i', {class: line.style}), line.name)))));
+  lines = lines.filter(line => !unseen.has(key(line)));
   const all = lines.flatMap(line => line.points).filter(point => known(point[1]));
-  once(legend, lines.map(line => [line.name, line.style]), () => fill(legend, ...lines.map(line =>
-    h('li', {}, h('i', {class: line.style}), line.name))));
   const width = Math.max(240, place.clientWidth), height = Math.min(420, Math.max(230, width * 0.45)), left = 46, top = 24, bottom = height - 38;
   if (!all.length) return fill(place, h('p', {class: 'soft'}, 'Nothing yet.'));
   const xs = all.map(point => point[0]), most = Math.max(...all.map(point => point[1]));

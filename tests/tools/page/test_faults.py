@@ -58,6 +58,12 @@ def test_the_slider_and_the_faults_show_a_moment(tmp_path: Path) -> None:
         assert "b is disconnected" in said and "fault 1 (kill island-1) for 500 ms" in said
         assert browser.run("document.querySelectorAll('#loss .cross').length") == 1
         assert browser.run("document.querySelectorAll('#loss .mark.fault').length") == 1
+        lines = "document.querySelectorAll('#loss .line').length"
+        assert browser.run(lines) == 3, "a, b and their mean"
+        browser.run("document.querySelector('#loss-legend button').click()")
+        assert browser.run(lines) == 2 and browser.run("document.activeElement.textContent") == "a"
+        browser.run("document.querySelector('#loss-legend button').click()")
+        assert browser.run(lines) == 3
         browser.run("const m = document.getElementById('moment'); m.value = 1000; m.dispatchEvent(new Event('input'))")
         assert "fault 1" not in browser.run("document.getElementById('moment-what').textContent")
         assert not browser.problems
