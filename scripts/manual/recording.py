@@ -115,7 +115,7 @@ def draw(frames: Sequence[Frame], name: str) -> str:
     still = next((number for number, frame in enumerate(frames) if frame.missing), 0)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     font = 'role="img" font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" font-size="14"'
-    speed = f"a real run on two cores, shown {EVERY_S / SHOWN_S:g} times as fast"
+    speed = f"a real run on two shared cores, shown {EVERY_S / SHOWN_S:g} times as fast"
     drawn = [
         f"{head} {font}>",
         f"<title>The live view of a run on two cores: {VICTIM} is killed, the others continue, and it returns</title>",
