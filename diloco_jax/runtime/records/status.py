@@ -99,6 +99,17 @@ def compose_status(
     )
 
 
+def upcoming(global_step: int, total_steps: int, periods: Mapping[str, int]) -> dict[str, int]:
+    """Return the global step of the next event of each kind, for kinds that are due again before the run's end.
+
+    Args:
+        total_steps: expected last global step.
+        periods: global steps from one event to the next, by kind; 0 means never.
+    """
+    due = {kind: (global_step // every + 1) * every for kind, every in periods.items() if every > 0}
+    return {kind: step for kind, step in due.items() if step <= total_steps}
+
+
 def status_of(
     *,
     state: str,

@@ -31,7 +31,7 @@ from diloco_jax.runtime.records.earlier import Earlier
 from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.liveness import BEGIN_S, machine_number, read_restart
 from diloco_jax.runtime.records.pulse import Pulse
-from diloco_jax.runtime.records.status import compose_status
+from diloco_jax.runtime.records.status import compose_status, upcoming
 from diloco_jax.runtime.records.telemetry import Telemetry, finite, replace_text
 from diloco_jax.runtime.syncer.band import Band, Point
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND
@@ -286,6 +286,12 @@ class Watch:
         made = self._listener.requests if self._listener is not None else {}
         return round(calls(made) / max(1.0, now_s - self._listens_s), 3)
 
+    def _upcoming(self) -> dict[str, int]:
+        """Return the global steps of the next evaluation and the next snapshot."""
+        config, machine = self.context.config, self.context.machine
+        periods = {"evaluation": config.train.eval_every, "snapshot": config.protocol.snapshot_every}
+        return upcoming(machine.global_step, machine.progress.expected_steps, periods)
+
     def tell(self) -> None:
         """Publish the status: on the listener, for Prometheus, and in the folder, where a write may fail."""
         context = self.context
@@ -316,6 +322,7 @@ class Watch:
             left_s=self._time_left.left_s(now_s, context.machine.progress.expected_steps),
             num_parameters=context.stats.num_parameters,
             subscribers=self.subscribers(),
+            upcoming=self._upcoming(),
         )
         # With indentation, json is several times slower, because its C encoder does not know it.
         text = json.dumps(finite(status), allow_nan=False)

@@ -275,6 +275,10 @@ def render(
     told += [Text(_wrapped(text, width), style="dim") for text in [_beyond(status)] if text]
     waiting = Text(_wrapped(f"waiting for: {status['waiting_for']}", width))
     waiting.stylize("dim", 0, len("waiting for:"))
+    # Statuses of older versions do not have the key.
+    due = status.get("upcoming", {}) if status["state"] == "running" else {}
+    ahead = ", ".join(f"{kind} at step {step:,}" for kind, step in due.items())
+    following = [Text(_wrapped(f"next: {ahead}", width), style="dim")] if ahead else []
     alarms = [Text(_wrapped(alarm_line(alarm), width), style="red") for alarm in status["alarms"]]
     ended = [Text(_wrapped(line, width), style="dim") for line in ended_lines(status.get("episodes", ()))]
-    return Group(*told, Text(), waiting, *alarms, *ended)
+    return Group(*told, Text(), waiting, *following, *alarms, *ended)

@@ -10,7 +10,7 @@ import pytest
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.records.earlier import read_earlier
 from diloco_jax.runtime.records.liveness import judge, signature, tell_phase
-from diloco_jax.runtime.records.status import compose_status, is_banned, read_status, start_again
+from diloco_jax.runtime.records.status import compose_status, is_banned, read_status, start_again, upcoming
 from diloco_jax.tools.terminal.changes import Changes
 from diloco_jax.tools.terminal.words import describe
 from diloco_jax.transport.session.calls import ask_status
@@ -190,3 +190,16 @@ def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path, content: st
     (tmp_path / "status.json").write_text(content)
     with pytest.raises(ValueError, match=r"status\.json is (damaged or of another program|not readable)"):
         read_status(str(tmp_path), ask_status)
+
+
+@pytest.mark.parametrize(
+    ("step", "total", "due"),
+    [
+        (0, 30, {"evaluation": 10, "snapshot": 15}),
+        (10, 30, {"evaluation": 20, "snapshot": 15}),
+        (29, 30, {"evaluation": 30, "snapshot": 30}),
+        (29, 29, {}),
+    ],
+)
+def test_the_next_evaluation_and_snapshot(step: int, total: int, due: dict[str, int]) -> None:
+    assert upcoming(step, total, {"evaluation": 10, "snapshot": 15, "never": 0}) == due

@@ -210,6 +210,22 @@ def test_curves_keep_the_whole_run_in_few_points() -> None:
     assert "tokens/s 26.5k ▁" in drawn(render(status(), 160, curves=curves), 160)
 
 
+def test_what_comes_next_is_shown_while_the_run_trains() -> None:
+    due = {"evaluation": 1500, "snapshot": 1600}
+    assert "next: evaluation at step 1,500, snapshot at step 1,600" in drawn(render(status(upcoming=due), 80))
+    assert "next:" not in drawn(render(status(state="complete", upcoming=due), 80))
+    assert "next:" not in drawn(render(status(upcoming={}), 80)) and "next:" not in drawn(render(status(), 80))
+
+
+@pytest.mark.parametrize("width", [40, 50, 60])
+def test_a_curve_stays_on_one_line_of_a_narrow_terminal(width: int) -> None:
+    curves = {"training loss": [5.0 - n / 100 for n in range(200)]}
+    (line,) = [
+        each for each in drawn(render(status(), width, curves=curves), width).splitlines() if "training loss" in each
+    ]
+    assert line.rstrip().endswith("3.010") and len(line.rstrip()) <= width
+
+
 def test_text_from_outside_is_not_markup() -> None:
     odd = status(run="[bold]x[/bold]", waiting_for="[red]y", learners=[learner("[link=z]a")])
     text = drawn(render(odd, 120))
