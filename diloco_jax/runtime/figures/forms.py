@@ -39,7 +39,7 @@ class Form(NamedTuple):
     """A form of a number.
 
     Attributes:
-        name: key of the same form in `FORMS` of tools/page/page.js.
+        name: key of the same form in `FORMS` of tools/page/elements.js.
         write: function that writes a known number as text.
     """
 

@@ -14,13 +14,16 @@ from diloco_jax.tools.page.feed import RunFeed
 from diloco_jax.tools.page.story import against
 
 FOLDER = Path(__file__).parent
+# They are one script, so the later ones use what the earlier ones define.
+SCRIPTS = ("elements", "charts", "page")
 # A report is for an archive, so it has more events than the page of a running run.
 REPORT_EVENTS = 5000
 
 
 def compose_page(data: Any = None) -> tuple[str, str]:
     """Return the page and its content security policy, which allows no other script; `data` is for a report."""
-    parts = {name: (FOLDER / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+    parts = {name: (FOLDER / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css")}
+    parts["js"] = "".join((FOLDER / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     page = parts["html"].replace("/*style*/", parts["css"]).replace("/*script*/", parts["js"])
     page = page.replace("/*data*/", json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"))
     hashes = {name: base64.b64encode(hashlib.sha256(parts[name].encode()).digest()).decode() for name in ("css", "js")}

@@ -136,7 +136,7 @@ def test_names_and_series_are_unique() -> None:
 
 
 def test_forms_of_the_page_are_those_of_the_table() -> None:
-    script = (Path(table.__file__).parents[2] / "tools" / "page" / "page.js").read_text(encoding="utf-8")
+    script = (Path(table.__file__).parents[2] / "tools" / "page" / "elements.js").read_text(encoding="utf-8")
     (forms,) = re.findall(r"const FORMS = \{(.*?)\n\};", script, re.DOTALL)
     used = {row.form.name for row in table.RUN_FIGURES} | {row.form.name for row in table.ISLAND_FIGURES}
     assert all(re.search(rf"\b'?{name}'?[,:]", forms) for name in used)
