@@ -91,7 +91,8 @@ def contestant(module: Any, loss: Callable[[Any, Any], Any], arguments: argparse
     import optax
     from flax import nnx
 
-    graph, params, other = nnx.split(module, nnx.Param, ...)
+    split: Any = nnx.split(module, nnx.Param, ...)
+    graph, params, other = split
     tx = optax.adamw(1e-3)
     shape = (arguments.batch_size, arguments.seq_len + 1)
     tokens = jax.random.randint(jax.random.key(0), shape, 0, VOCABULARY, jnp.int32)
