@@ -41,6 +41,7 @@ SMALLEST = [
     Bench("arrival", "--mbytes 1 --runs 1 --json", results=6),
     Bench("cuts", "--payload-mb 2 --mbit 100 --every 1 --seconds 3 --json"),
     Bench("data", "--pairs 1 --steps 3 --batch-size 2 --seq-len 16 --json"),
+    Bench("decoders", f"{ISLAND} --json"),
     Bench("donor", f"{ISLAND} --json"),
     Bench("hosts", "--payload-mb 1 --payloads 2 --json"),
     Bench("join", f"{ISLAND} --devices 1 --nice 0 --json"),
@@ -56,6 +57,9 @@ SMALLEST = [
     Bench("scaling", "--learners 2 4 --elements 65536 --rounds 1 --runs 1 --json", results=8),
     Bench("scaling", "--control 2 --seconds 1 --step-s 0.2 --runs 1 --json", results=5),
     Bench("sites", "--learners 2 --rounds 2 --step-s 0.2 --runs 1 --json", results=9),
+    Bench(
+        "slices", "--slices 2 --devices 1 --batch-size 4 --seq-len 16 --dim 32 --layers 1 --steps 60 --pairs 1 --json"
+    ),
     Bench("tape", "--seconds 60 --json", results=13),
     Bench("transport", "--stripes 1 2 --payload-mb 1 --payloads 2 --runs 1 --json", results=2),
     Bench("cold", "--runs 1 --steps 24 --at 12 --json", (*SMALL_JOB, *TWO_ISLANDS)),
