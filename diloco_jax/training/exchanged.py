@@ -36,9 +36,11 @@ from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.moving import MOMENTS, PARAMETERS
 from diloco_jax.training.whole_state.staging import (
     PartialLeaf,
+    Shard,
     StagedShards,
     StagedState,
     check_fits,
+    own_shards,
     stage_leaves,
     stage_shards,
 )
@@ -146,6 +148,10 @@ class ExchangedState:
         """Queue copies of all shards on this process's devices to CPU memory; return at once."""
         with jax.transfer_guard("disallow"):
             return stage_shards(by_name(self.state))
+
+    def shards(self) -> list[Shard]:
+        """Return the shards of the whole state on this process's devices, in the order of `stage_shards`."""
+        return list(own_shards(by_name(self.state)))
 
     def check_shards(self, leaves: Mapping[str, PartialLeaf]) -> None:
         """Check that saved shards have everything that `load_shards` needs; ValueError names the difference."""

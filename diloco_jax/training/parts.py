@@ -14,6 +14,7 @@ Each element is computed alone and in the order of parts. So the mean has the sa
 computed a part, and into however many chunks the flat gradients are cut.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from diloco_jax.training.island import Island, StepHandle, shapes_key
 from diloco_jax.training.sharding import put_array
 from diloco_jax.training.state import Batch
 from diloco_jax.training.train_step import WEIGHT
+from diloco_jax.training.whole_state.staging import PartialLeaf, Spans, lengths, spans_of
 
 Flat = Float32[np.ndarray, "n"]
 
@@ -44,15 +46,15 @@ def check_no_other_state(blueprint: Blueprint) -> None:
 class PartHandle(NamedTuple):
     """A dispatched gradient of a part, which `PartSteps.take` waits for."""
 
-    # Float32, by path.
-    gradient: dict[str, Array]
+    # The shards of the gradient on this process's devices, each once, by path and then by place; float32.
+    shards: list[Array]
     step: StepHandle
 
 
 class Part(NamedTuple):
     """The gradient of a part of a batch."""
 
-    # The gradients of all parameters by ascending path, each in C order.
+    # The shards of this process by ascending path and then by place, each in C order.
     flat: Flat
     # `loss`, and what the model reports.
     metrics: dict[str, float]
@@ -68,9 +70,13 @@ class PartSteps:
         check_no_other_state(island.blueprint)
         self._island = island
         self._blueprint = blueprint = island.blueprint
-        self._sizes = {path: int(np.prod(leaf.shape)) for path, leaf in sorted(blueprint.tensors.items())}
+        # The places of this process's shards. Slices with equal meshes have the same ones.
+        self._places: dict[str, list[Spans]] = {}
+        for path, leaf in sorted(blueprint.tensors.items()):
+            held = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+            self._places[path] = sorted({spans_of(index, leaf.shape) for index in held})
         # The number of elements of a flat gradient.
-        self.size = sum(self._sizes.values())
+        self.size = sum(math.prod(lengths(spans)) for places in self._places.values() for spans in places)
         # Compiled gradients by the shapes of their parts, and the compiled update.
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
         self._update: jax.stages.Compiled | None = None
@@ -93,18 +99,23 @@ class PartSteps:
         program = self._compiled.get(shapes_key(batch), self._blueprint.part)
         draw = self._blueprint.put_draw(position)
         gradient, step = island.dispatch(program, island.state.params, batch, draw, island.base.values)
-        for value in gradient.values():
-            value.copy_to_host_async()
-        return PartHandle(gradient, step)
+        shards = []
+        for path, places in self._places.items():
+            value = gradient[path]
+            here = {spans_of(shard.index, value.shape): shard.data for shard in value.addressable_shards}
+            shards += [here[spans] for spans in places]
+        for shard in shards:
+            shard.copy_to_host_async()
+        return PartHandle(shards, step)
 
     def take(self, handle: PartHandle) -> Part:
         """Wait until a gradient is computed, and return it in RAM."""
         metrics = self._island.wait(handle.step)
         flat = np.empty(self.size, np.float32)
         start = 0
-        for path, size in self._sizes.items():
-            flat[start : start + size] = jax.device_get(handle.gradient[path]).reshape(-1)
-            start += size
+        for shard in handle.shards:
+            flat[start : start + shard.size] = jax.device_get(shard).reshape(-1)
+            start += shard.size
         return Part(flat, metrics, metrics.get(WEIGHT, 1.0))
 
     def apply(self, mean: Flat, learning_rate: float, metrics: Mapping[str, float]) -> StepHandle:
@@ -122,10 +133,15 @@ class PartSteps:
                 f"the mean gradient has shape {mean.shape}, expected ({self.size},); do all slices have the same model?"
             )
         gradient, start = {}, 0
-        for path, size in self._sizes.items():
+        for path, places in self._places.items():
             leaf = self._blueprint.tensors[path]
-            gradient[path] = put_array(mean[start : start + size].reshape(leaf.shape), leaf.sharding)
-            start += size
+            value = PartialLeaf("float32", leaf.shape)
+            for spans in places:
+                shape = lengths(spans)
+                stop = start + math.prod(shape)
+                value.add(spans, mean[start:stop].reshape(shape))
+                start = stop
+            gradient[path] = put_array(value, leaf.sharding)
         island = self._island
         program = self._update or self._blueprint.update
         island.state, handle = island.dispatch(

@@ -188,7 +188,7 @@ class Obedience:
                     self._backlog.clear()
                     member.await_copy(term, change)
                     self._has_state, self._caught = False, False
-                    self._receiving = ReceivedCopy(member.loop.island.state_layout, term, change)
+                    self._receiving = ReceivedCopy(member.loop.island.shards(), term, change)
                 case _ if sender == self._leader and isinstance(message, (*CHANGES, Turn, Give, End)):
                     self._backlog.append((message, payload))
                     if len(self._backlog) > BACKLOG_MAX:

@@ -286,7 +286,7 @@ class SliceMember:
         """
         if to == self.own or to >= self.run.config.islands.slices or change != self.standing.change:
             raise ValueError(f"slice {self.own} at change {self.standing.change} cannot give state {change} to {to}")
-        staged, term = self.loop.island.stage_state(), self.standing.term
+        staged, term = self.loop.island.stage_shards(), self.standing.term
 
         def send() -> None:
             for part, payload in parts_of_state(staged, term, change):

@@ -4,7 +4,7 @@ A state has no file and no checkpoint: it goes from the devices to memory, and f
 or in parts to those of another one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,7 @@ from diloco_jax.core.codec import as_bytes
 from diloco_jax.runtime.island.saved_states import Leaves
 from diloco_jax.runtime.slices.messages import StatePart
 from diloco_jax.training.exchanged import ExchangedState
-from diloco_jax.training.whole_state.layout import StateLayout
-from diloco_jax.training.whole_state.staging import PartialLeaf, StagedState
+from diloco_jax.training.whole_state.staging import PartialLeaf, Shard, StagedShards, read_shards
 
 # A part is small beside a step's gradient, so that it delays no step.
 PART_BYTES = 1 << 22
@@ -29,11 +28,11 @@ def copy_of(island: ExchangedState) -> Leaves:
     return leaves
 
 
-def parts_of_state(staged: StagedState, term: int, change: int) -> Iterator[tuple[StatePart, memoryview]]:
-    """Yield a copied state in parts, leaf by leaf in the order of its layout; any thread."""
-    start, total = 0, sum(leaf.num_bytes for leaf in staged.layout.leaves)
-    for leaf in staged.layout.leaves:
-        content = memoryview(as_bytes(np.ascontiguousarray(staged.leaf(leaf.name))))
+def parts_of_state(staged: StagedShards, term: int, change: int) -> Iterator[tuple[StatePart, memoryview]]:
+    """Yield a copied state in parts, shard by shard; any thread."""
+    start, total = 0, sum(shard.num_bytes for shard in staged.shards)
+    for copy in staged.copies:
+        content = memoryview(as_bytes(np.ascontiguousarray(copy)))
         for at in range(0, len(content), PART_BYTES):
             piece = content[at : at + PART_BYTES]
             yield StatePart(term, change, start + at, total), piece
@@ -43,10 +42,10 @@ def parts_of_state(staged: StagedState, term: int, change: int) -> Iterator[tupl
 class ReceivedCopy:
     """The parts of another slice's state as they arrive; ValueError for a part that cannot belong to it."""
 
-    def __init__(self, layout: StateLayout, term: int, change: int) -> None:
+    def __init__(self, shards: Sequence[Shard], term: int, change: int) -> None:
         self.term, self.change = term, change
-        self._layout = layout
-        self._buffer = np.empty(sum(leaf.num_bytes for leaf in layout.leaves), np.uint8)
+        self._shards = shards
+        self._buffer = np.empty(sum(shard.num_bytes for shard in shards), np.uint8)
         self._filled = 0
 
     @property
@@ -74,11 +73,4 @@ class ReceivedCopy:
 
     def leaves(self) -> Leaves:
         """Return the leaves of a complete state, as views of what arrived."""
-        leaves, start = Leaves(), 0
-        for leaf in self._layout.leaves:
-            whole = PartialLeaf(leaf.dtype, leaf.shape)
-            array = np.ndarray(leaf.shape, np.dtype(leaf.dtype), self._buffer.data, start)
-            whole.add(tuple((0, extent) for extent in leaf.shape), array)
-            leaves[leaf.name] = whole
-            start += leaf.num_bytes
-        return leaves
+        return read_shards(self._shards, self._buffer.data)

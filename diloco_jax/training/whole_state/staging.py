@@ -85,13 +85,19 @@ def copy_out(sources: list[Shaped[Array, "..."]]) -> list[CpuCopy]:
     return list[CpuCopy](copies)
 
 
-def stage_shards(arrays: Mapping[str, Shaped[Array, "..."]]) -> StagedShards:
-    """Queue copies of all shards on this process's devices to pinned CPU memory; call this between two steps."""
+def own_shards(arrays: Mapping[str, Shaped[Array, "..."]]) -> dict[Shard, Shaped[Array, "..."]]:
+    """Return the shards on this process's devices, each once; processes with equal meshes have them in one order."""
     found: dict[Shard, Shaped[Array, "..."]] = {}
     for name, array in arrays.items():
         for shard in array.addressable_shards:
             spans = spans_of(shard.index, array.shape)
             found.setdefault(Shard(name, array.dtype.name, tuple(array.shape), spans), shard.data)
+    return found
+
+
+def stage_shards(arrays: Mapping[str, Shaped[Array, "..."]]) -> StagedShards:
+    """Queue copies of all shards on this process's devices to pinned CPU memory; call this between two steps."""
+    found = own_shards(arrays)
     return StagedShards(tuple(found), copy_out(list(found.values())))
 
 

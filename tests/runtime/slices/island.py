@@ -18,7 +18,6 @@ from diloco_jax.runtime.slices.leading import Leadership
 from diloco_jax.runtime.slices.member import HeldState, SliceMember
 from diloco_jax.runtime.slices.messages import MESSAGES, Follow
 from diloco_jax.training.parts import Part
-from diloco_jax.training.whole_state.layout import StateLayout
 from diloco_jax.training.whole_state.staging import PartialLeaf, Shard, StagedShards
 from diloco_jax.transport.slices.frames import Vocabulary
 from diloco_jax.transport.slices.links import Item
@@ -52,14 +51,12 @@ class Model:
 
     def __init__(self, x: np.ndarray) -> None:
         self.x = x
-        self.state_layout = StateLayout({"x": x})
 
-    def stage_state(self) -> Any:
-        copy = self.x.copy()
-        return SimpleNamespace(layout=self.state_layout, leaf=lambda name: copy)
+    def shards(self) -> list[Shard]:
+        return [Shard("x", "float32", (SIZE,), ((0, SIZE),))]
 
     def stage_shards(self) -> StagedShards:
-        return StagedShards([Shard("x", "float32", (SIZE,), ((0, SIZE),))], cast(Any, [self.x.copy()]))
+        return StagedShards(self.shards(), cast(Any, [self.x.copy()]))
 
     def check_shards(self, leaves: dict[str, PartialLeaf]) -> None:
         assert leaves["x"].shape == (SIZE,)
