@@ -192,6 +192,18 @@ class HostLoader(NamedTuple):
     state: str  # a StateName
 
 
+class HostOrder(NamedTuple):
+    """Request to do what this host's slice does next; `message` is in the vocabulary of the slice's hosts."""
+
+    message: str
+
+
+class HostReport(NamedTuple):
+    """Notice of what this host of a slice has; `message` is in the vocabulary of the slice's hosts."""
+
+    message: str
+
+
 class HostEnd(NamedTuple):
     """Last command: every host ends with this exit status."""
 
@@ -231,7 +243,7 @@ OfFragments: TypeAlias = HostStage | HostUnstage | HostSend | HostAdopt | HostSe
 OfVersions: TypeAlias = HostShared | HostHandled | HostSupersede
 OfMoments: TypeAlias = HostStageState | HostUnstageState | HostLeaf | HostLoadState | HostHave
 OfSavedStates: TypeAlias = HostSave | HostSaved | HostRead | HostRestore | HostLoader
-Command: TypeAlias = OfStart | OfSteps | OfFragments | OfVersions | OfMoments | OfSavedStates | HostEnd
-Reply: TypeAlias = HostVerdict | HostAnswer | HostHas | HostWant | HostStop
+Command: TypeAlias = OfStart | OfSteps | OfFragments | OfVersions | OfMoments | OfSavedStates | HostOrder | HostEnd
+Reply: TypeAlias = HostVerdict | HostAnswer | HostHas | HostWant | HostReport | HostStop
 COMMANDS: tuple[type, ...] = get_args(Command)
 REPLIES: tuple[type, ...] = get_args(Reply)

@@ -390,6 +390,8 @@ COMMANDS = (
     c.HostSave(10, "[1, 2, 3, [4]]", -1),
     c.HostRestore(11, (0, 1)),
     c.HostLoader("[1, 2, 3, [4]]"),
+    c.HostOrder('["EndTerm",[]]'),
+    c.HostReport('["HasValue",[64,3]]'),
     c.HostAnswer(9, "no"),
     c.HostStop(),
 )
