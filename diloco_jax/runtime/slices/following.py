@@ -11,6 +11,7 @@ from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.slices.member import HeldState, SliceMember
 from diloco_jax.runtime.slices.messages import (
     CHANGES,
+    AdoptValue,
     BeginCopy,
     Caught,
     Chunk,
@@ -21,11 +22,11 @@ from diloco_jax.runtime.slices.messages import (
     HoldsMean,
     Lead,
     Mean,
+    Overwrite,
     Stand,
     StatePart,
     Turn,
 )
-from diloco_jax.runtime.slices.state import ReceivedCopy
 from diloco_jax.transport.slices.links import SliceJoined
 
 POLL_S = 0.1
@@ -162,7 +163,6 @@ class Obedience:
         self._member, self._leader, self._term = member, leader, term
         self._has_state = has_state
         self._backlog: deque[tuple[Any, Any]] = deque()
-        self._receiving: ReceivedCopy | None = None
         self._told: tuple[int, int] | None = None
         self._caught = has_state
         self.status = 0
@@ -182,13 +182,11 @@ class Obedience:
                 case None | SliceJoined():
                     self._ask_again(joined=message is not None)
                 case StatePart():
-                    if self._receiving is not None and self._receiving.expects(message):
-                        self._receiving.add(message, payload)
+                    member.take_state(message, payload)
                 case BeginCopy(term, change) if sender == self._leader and term == self._term:
                     self._backlog.clear()
                     member.await_copy(term, change)
                     self._has_state, self._caught = False, False
-                    self._receiving = ReceivedCopy(member.loop.island.shards(), term, change)
                 case _ if sender == self._leader and isinstance(message, (*CHANGES, Turn, Give, End)):
                     self._backlog.append((message, payload))
                     if len(self._backlog) > BACKLOG_MAX:
@@ -202,12 +200,12 @@ class Obedience:
 
         Parts of the state, or means of the turns after it, would never come again.
         """
-        receiving = self._receiving
+        receiving = self._member.receiving
         lost = self._has_state or receiving is not None
         # A donor that connects late could not send its first part.
         late = receiving is not None and not receiving.started
         if not self._caught and (late if joined else lost):
-            self._has_state, self._receiving = False, None
+            self._has_state, self._member.receiving = False, None
             self._member.links.send(self._leader, Follow(self._term, False))
 
     def advance(self) -> Ended | None:
@@ -231,13 +229,13 @@ class Obedience:
             self.status = end.status
             return "over"
         # The turn after a copy names its state, and a slice with a state that has no name could not lead.
-        if self._receiving is not None and self._receiving.complete and self._backlog:
-            member.load(self._receiving)
+        if self._has_copy() and self._backlog:
+            member.load()
             log.info(f"slice {member.own} has the state of the others")
-            self._receiving, self._has_state = None, True
+            self._has_state = True
         while self._has_state and self._backlog:
             message, payload = self._backlog[0]
-            if isinstance(message, Commit) and member.exchange is not None and not member.exchange.complete:
+            if self._must_wait(message):
                 break
             self._backlog.popleft()
             match message:
@@ -253,9 +251,22 @@ class Obedience:
             links.send(self._leader, Caught(member.standing.change))
         return None
 
+    def _has_copy(self) -> bool:
+        """Tell whether all hosts of this slice have their parts of the copy that it waits for."""
+        copy = self._member.receiving
+        return copy is not None and copy.complete and self._member.hosts.have_copy(copy.term, copy.change)
+
+    def _must_wait(self, message: Any) -> bool:
+        """Tell whether a host of this slice cannot obey a message yet, because something is on its way to it."""
+        member = self._member
+        if isinstance(message, Commit):
+            return member.exchange is not None and not member.complete
+        valued = isinstance(message, AdoptValue | Overwrite)
+        return valued and not member.hosts.have_value(member.standing.term, message.change)
+
     def _tell_held(self) -> None:
         exchange = self._member.exchange
-        if exchange is not None and exchange.complete:
+        if exchange is not None and self._member.complete:
             at = exchange.turn.change, exchange.turn.attempt
             if at != self._told:
                 self._told = at

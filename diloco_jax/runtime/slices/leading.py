@@ -18,18 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from diloco_jax.core.layout import whole
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.runtime.island.built_in import batches_of
 from diloco_jax.runtime.island.host import DATA_WAIT, Ranges
-from diloco_jax.runtime.island.saved_states import Leaves, StateName
+from diloco_jax.runtime.island.saved_states import StateName
 from diloco_jax.runtime.island.threads import start_thread
 from diloco_jax.runtime.records.signals import FAILED
 from diloco_jax.runtime.slices.division import owners_of
 from diloco_jax.runtime.slices.following import BEAT_S, POLL_S, VOTE_S, Chosen
+from diloco_jax.runtime.slices.forwarding import ForwardingIsland
 from diloco_jax.runtime.slices.member import SliceMember
 from diloco_jax.runtime.slices.messages import (
-    AdoptValue,
     BeginCopy,
     Caught,
     Chunk,
@@ -37,14 +36,13 @@ from diloco_jax.runtime.slices.messages import (
     End,
     Follow,
     Give,
-    GoBack,
     HoldsMean,
     Lead,
     Mean,
-    Overwrite,
     Stand,
     Turn,
 )
+from diloco_jax.runtime.slices.orders import Receivers
 
 # Turns whose duration is remembered, and so many times the usual one a turn may take beside islands.straggler_s.
 TURNS_KEPT, USUAL_TIMES = 32, 2.0
@@ -83,6 +81,8 @@ class Leadership:
         self._waiting: set[int] = set()
         # Members that hold the mean gradient of the present attempt.
         self._held: set[int] = set()
+        # The slices that the other hosts of this one send values to.
+        self._receivers: tuple[int, ...] = ()
         # Whether the slices have a state of an earlier incarnation, which the learner has not loaded.
         self.has_unloaded = False
         self._committed = True
@@ -134,7 +134,10 @@ class Leadership:
     def change(self, message: Callable[[int], Any], values: np.ndarray | None = None) -> None:
         """Forward a change, made of its number, to all slices; this slice makes it itself."""
         self._commit()
-        member = self.member
+        member, receivers = self.member, tuple(sorted(self.members | self._joining.keys()))
+        if receivers != self._receivers:
+            self._receivers = receivers
+            member.hosts.order(Receivers(receivers))
         member.standing = member.standing._replace(change=member.standing.change + 1)
         payload = memoryview(b"") if values is None else np.ascontiguousarray(values).view(np.uint8).data
         self._send_all(message(member.standing.change), payload)
@@ -184,9 +187,9 @@ class Leadership:
                     had.setdefault(owner, set()).add(part)
             attempt += 1
         self._took_s = [*self._took_s[-TURNS_KEPT:], time.monotonic() - began_s]
-        metrics = member.apply(turn.change)
+        handle = member.apply(turn.change)
         self._committed = False
-        return metrics
+        return member.loop.island.wait(handle)
 
     def _turn(self, attempt: int, rate: float, parts: Sequence[Ranges], name: str, had: Mapping[int, set[int]]) -> Turn:
         members = sorted({self.member.own, *self.members})
@@ -197,17 +200,16 @@ class Leadership:
 
     def _gather(self, turn: Turn) -> set[int]:
         """Wait until every member holds the mean gradient; return the members that were lost instead."""
-        exchange, began_s = self.member.exchange, time.monotonic()
-        assert exchange is not None
+        began_s = time.monotonic()
         usual_s = USUAL_TIMES * median(self._took_s) if self._took_s else FIRST_S
         others = set(turn.members) - {self.member.own}
-        while not exchange.complete or (others & self.members) - self._held:
+        while not self.member.complete or (others & self.members) - self._held:
             if lost := others - self.members:
                 return lost
             self._pump(POLL_S)
             late_s = time.monotonic() - began_s - usual_s
             # One that lost a message between two others holds nothing, although nothing is missing here.
-            late = exchange.lacks or others - self._held
+            late = self.member.lacks or others - self._held
             for slice_ in ((others - self._held) | late) & self.members:
                 silent_s = time.monotonic() - self._links.heard_s(slice_)
                 if silent_s > self._straggler_s:
@@ -297,7 +299,7 @@ class SlicedLoop:
         self.leadership = leadership
         self._member = member = leadership.member
         loop = member.loop
-        self.island, self.evaluate, self.rate = ForwardingIsland(leadership), loop.evaluate, loop.rate
+        self.island, self.evaluate, self.rate = ForwardingIsland(leadership, member), loop.evaluate, loop.rate
         self.corpus, self.epoch_samples, self.tokenizer = loop.corpus, loop.epoch_samples, loop.tokenizer
         self.prefetch = loop.prefetch
         self._whole, self._shrinks = loop.batch_size, shrinks
@@ -330,44 +332,3 @@ class SlicedLoop:
 
     def close(self) -> None:
         """Leave the model and the data open, because this slice may follow, or lead again."""
-
-
-class ForwardingIsland:
-    """The exchanged state of the leader's slice, whose changes from outside are made on every slice."""
-
-    def __init__(self, leadership: Leadership) -> None:
-        self._leadership = leadership
-        self._island = leadership.member.loop.island
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._island, name)
-
-    def place(self, fragment: Any, values: Any) -> None:
-        """Place nothing: the other slices need the values in CPU memory."""
-
-    def adopt(
-        self, fragment: Any, values: Any, *, mode: Any = "overwrite", alpha: float = 0.0, sent: Any = None
-    ) -> None:
-        flat = whole(fragment).flat(values)
-        self._leadership.change(lambda change: AdoptValue(change, fragment.fragment_id, mode, alpha), flat)
-        self._island.adopt(fragment, values, mode=mode, alpha=alpha, sent=sent)
-
-    def overwrite(self, fragment: Any, values: Any) -> None:
-        flat = whole(fragment).flat(values)
-        self._leadership.change(lambda change: Overwrite(change, fragment.fragment_id), flat)
-        self._island.overwrite(fragment, values)
-
-    def load_shards(self, leaves: Leaves) -> None:
-        """Load a state; the other slices have a copy of the one in memory, and get one from disk from this slice."""
-        self._leadership.has_unloaded = False
-        if leaves is self._leadership.member.copy:
-            self._leadership.change(GoBack)
-            self._island.load_shards(leaves)
-        else:
-            self._island.load_shards(leaves)
-            self._leadership.renew()
-
-    def load_moments(self, leaf: Callable[[str], Any]) -> None:
-        self._leadership.has_unloaded = False
-        self._island.load_moments(leaf)
-        self._leadership.renew()

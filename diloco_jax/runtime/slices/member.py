@@ -2,33 +2,41 @@
 
 Only the thread that steps uses it. A member has no timers: its callers decide who waits for what, and for how long
 (following.py, leading.py).
+
+Each host of a slice of several has a member with its shards. That of host 0 checks what it is asked to do, orders it of
+the other hosts, and then does it too (hosts.py, obeying.py).
 """
 
 import logging
-import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from diloco_jax.core.fragments import Fragment
+from diloco_jax.core.held import HeldBlocks
 from diloco_jax.core.layout import Layout, whole
 from diloco_jax.runtime.island.built_in import BuiltInLoop
 from diloco_jax.runtime.island.saved_states import Leaves, StateName
 from diloco_jax.runtime.slices.exchange import Sending, TurnExchange
+from diloco_jax.runtime.slices.hosts import JointLinks, SliceHosts
 from diloco_jax.runtime.slices.messages import (
     AdoptValue,
+    BeginCopy,
     Change,
     Chunk,
     Commit,
+    Give,
     GoBack,
     Mean,
     Overwrite,
+    StatePart,
     Turn,
     check_numbers,
     check_turn,
 )
+from diloco_jax.runtime.slices.orders import BeginTerm, EndTerm, LoadCopy
 from diloco_jax.runtime.slices.state import ReceivedCopy, copy_of, parts_of_state
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.island import StepHandle
@@ -64,14 +72,26 @@ class SliceMember:
         run: the run, resolved for the model.
         loop: the model, its data and its devices.
         links: the connections to the other slices.
+        hosts: the other hosts of this slice, on host 0.
+        held: the blocks of each fragment that this host holds; None if it is the slice's only one.
     """
 
-    def __init__(self, own: int, run: ResolvedRun, loop: BuiltInLoop, links: SliceLinks) -> None:
+    def __init__(
+        self,
+        own: int,
+        run: ResolvedRun,
+        loop: BuiltInLoop,
+        links: SliceLinks | JointLinks,
+        hosts: SliceHosts | None = None,
+        held: Sequence[HeldBlocks] | None = None,
+    ) -> None:
         self.own = own
         self.run = run
         self.loop = loop
         self.size = loop.part_size
         self.links = links
+        self.hosts = SliceHosts() if hosts is None else hosts
+        self._held = held
         self.steps = loop.parts
         self.standing = HeldState()
         # The name of the learner's state, whose fragments may be newer; None before the first turn.
@@ -81,18 +101,33 @@ class SliceMember:
         # The names of the copy: that among the slices, and the learner's.
         self._copied: tuple[HeldState, StateName | None] = self.standing, self.name
         self.exchange: TurnExchange | None = None
+        # The copy of another slice's state that this one waits for, and one that came before the request for it.
+        self.receiving: ReceivedCopy | None = None
+        self._unasked: ReceivedCopy | None = None
         # Parts of the present turn that this slice has computed.
         self._parts: dict[int, Part] = {}
         # What came before its turn, by sender.
         self._early: dict[int, list[tuple[Chunk | Mean, Any]]] = {}
-        self._applied: StepHandle | None = None
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
         return self.run.fragments
 
+    @property
+    def complete(self) -> bool:
+        """Tell whether all hosts of this slice hold the whole mean gradient of the present turn."""
+        exchange = self.exchange
+        return exchange is not None and exchange.complete and self.hosts.hold(exchange.turn)
+
+    @property
+    def lacks(self) -> set[int]:
+        """Return the slices that hosts of this slice wait for in the present turn."""
+        exchange = self.exchange
+        return set() if exchange is None else exchange.lacks | self.hosts.lack(exchange.turn)
+
     def begin_term(self, term: int) -> None:
         """Keep a copy of the present state, which a new leader may go back to."""
+        self.hosts.order(BeginTerm(term))
         self.abandon()
         self.copy = copy_of(self.loop.island) if self.standing.change else None
         self.standing = HeldState(term, self.standing.change)
@@ -103,7 +138,9 @@ class SliceMember:
 
         Only a turn names the state after such changes, so a replay could not find it.
         """
+        self.hosts.order(EndTerm())
         self.abandon()
+        self.receiving = self._unasked = None
         standing, name = self._copied
         if self.copy is not None and self.standing != standing:
             self.loop.island.load_shards(self.copy)
@@ -119,7 +156,8 @@ class SliceMember:
         """Return the next item of the connections; a message with impossible numbers ends its connection instead."""
         while (item := self.links.receive(timeout_s)) is not None:
             try:
-                check_numbers(item.message)
+                if item.slice != self.own:
+                    check_numbers(item.message)
             except ValueError as error:
                 self.links.drop(item.slice, str(error))
             else:
@@ -145,6 +183,7 @@ class SliceMember:
         name = StateName.from_text(turn.name)
         if len(name.digests) != len(self.fragments):
             raise ValueError(f"a state's name has {len(name.digests)} digests of {len(self.fragments)} fragments")
+        self.hosts.order(turn)
         if self.exchange is None or self.exchange.turn.change != turn.change:
             self._parts.clear()
         self.copy = None
@@ -199,30 +238,49 @@ class SliceMember:
         for sending in sendings:
             self.links.send(sending.to, sending.message, sending.payload)
 
-    def apply(self, change: int) -> dict[str, float]:
-        """Make the step of the present turn; return its metrics, which only a member of the turn has.
+    def apply(self, change: int) -> StepHandle:
+        """Dispatch the step of the present turn; `loop.wait` returns its metrics, which only a member of the turn has.
 
         Raises:
             ValueError: the change is not that of a turn whose mean gradient is here.
         """
         exchange = self.exchange
-        if exchange is None or not exchange.complete or exchange.turn.change != change:
+        if exchange is None or not self.complete or exchange.turn.change != change:
             raise ValueError(f"change {change} commits a turn whose gradient is not here")
-        member = self.own in exchange.turn.members
-        metrics = exchange.metrics() if member else {}
-        self._applied = self.steps.apply(exchange.mean, exchange.turn.rate, metrics)
+        self.hosts.order(Commit(change))
+        metrics = exchange.metrics() if self.own in exchange.turn.members else {}
+        handle = self.steps.apply(exchange.mean, exchange.turn.rate, metrics)
         self.standing = self.standing._replace(change=change)
         if self.name is not None:
             self.name = self.name._replace(local_step=self.name.local_step + 1)
-        norm = math.sqrt(float(np.dot(exchange.mean, exchange.mean))) if member else 0.0
         self.abandon()
         self._forget_early(self.standing)
-        return {**metrics, "grad_norm": norm}
+        return handle
 
     def await_copy(self, term: int, change: int) -> None:
-        """Forget what is of no use beside another slice's state after this change."""
+        """Wait for another slice's state after this change, and forget what is of no use beside it."""
+        self.hosts.order(BeginCopy(term, change))
         self.abandon()
         self._forget_early(HeldState(term, change))
+        early, before, self._unasked = self._unasked, self.receiving, None
+        if early is not None and early.is_of(term, change):
+            self.receiving = early
+        # A host whose part is complete has reported that.
+        elif before is None or not (before.is_of(term, change) and before.complete):
+            self.receiving = ReceivedCopy(self.loop.island.shards(), term, change)
+
+    def take_state(self, part: StatePart, payload: Any) -> None:
+        """Take a part of a state; drop one of another state. ValueError if it cannot belong to its state.
+
+        The request for the state is sent by the leader, so the first parts may come before it.
+        """
+        at = part.term, part.change
+        asked = self.receiving is not None and self.receiving.is_of(*at)
+        if part.start == 0 and not asked and at > self.standing:
+            self._unasked = ReceivedCopy(self.loop.island.shards(), *at)
+        copy = self.receiving if asked else self._unasked
+        if copy is not None and copy.is_of(*at):
+            copy.add(part, payload)
 
     def _forget_early(self, state: HeldState) -> None:
         self._early = {
@@ -242,14 +300,19 @@ class SliceMember:
             case AdoptValue(_, fragment_id, mode, alpha):
                 if mode not in MODES:
                     raise ValueError(f"a value is to be adopted with {mode[:80]!r}, expected {' or '.join(MODES)}")
-                island.adopt(*self._value(fragment_id, payload), mode=mode, alpha=alpha)  # type: ignore[arg-type]
+                value = self.value(fragment_id, payload)
+                self.hosts.order(message)
+                island.adopt(*value, mode=mode, alpha=alpha)  # type: ignore[arg-type]
                 self._note_changed(fragment_id)
             case Overwrite(_, fragment_id):
-                island.overwrite(*self._value(fragment_id, payload))
+                value = self.value(fragment_id, payload)
+                self.hosts.order(message)
+                island.overwrite(*value)
                 self._note_changed(fragment_id)
             case GoBack():
                 if self.copy is None:
                     raise ValueError("the state when the leader began is not here any more")
+                self.hosts.order(message)
                 island.load_shards(self.copy)
                 self.name = self._copied[1]
         self.standing = self.standing._replace(change=message.change)
@@ -260,19 +323,32 @@ class SliceMember:
             digests = tuple(CHANGED if p == fragment_id else each for p, each in enumerate(self.name.digests))
             self.name = self.name._replace(digests=digests)
 
-    def _value(self, fragment_id: int, payload: Any) -> tuple[Fragment, dict[str, np.ndarray]]:
+    def value(self, fragment_id: int, payload: Any) -> tuple[Fragment, dict[str, Any]]:
+        """Return a fragment, and this host's part of a value of it, from its bytes; ValueError if they are not one."""
         if fragment_id >= len(self.fragments):
             raise ValueError(f"there is no fragment {fragment_id}, only 0 to {len(self.fragments) - 1}")
-        layout: Layout = whole(self.fragments[fragment_id])
+        layout = self._layout(fragment_id)
         numbers = np.frombuffer(payload, np.float32)
         if numbers.size != layout.size:
             raise ValueError(f"a value of fragment {fragment_id} has {numbers.size} numbers instead of {layout.size}")
-        return self.fragments[fragment_id], layout.views(numbers)
+        values = layout.views(numbers) if self._held is None else self._held[fragment_id].slices(numbers)
+        return self.fragments[fragment_id], values
 
-    def load(self, received: ReceivedCopy) -> None:
-        """Continue from another slice's state."""
+    def flat(self, fragment_id: int, values: Mapping[str, Any]) -> np.ndarray:
+        """Return this host's part of a value of a fragment as float32 numbers, as `value` reads them."""
+        held = values if self._held is None else {key: each.values for key, each in values.items()}
+        return self._layout(fragment_id).flat(held)
+
+    def _layout(self, fragment_id: int) -> Layout:
+        return whole(self.fragments[fragment_id]) if self._held is None else self._held[fragment_id].layout
+
+    def load(self) -> None:
+        """Continue from the copy of another slice's state, which is complete."""
+        received, self.receiving = self.receiving, None
+        assert received is not None, "no state was requested"
         leaves = received.leaves()
         self.loop.island.check_shards(leaves)
+        self.hosts.order(LoadCopy())
         self.loop.island.load_shards(leaves)
         self.standing = HeldState(received.term, received.change)
         # The turn that follows names it.
@@ -286,6 +362,7 @@ class SliceMember:
         """
         if to == self.own or to >= self.run.config.islands.slices or change != self.standing.change:
             raise ValueError(f"slice {self.own} at change {self.standing.change} cannot give state {change} to {to}")
+        self.hosts.order(Give(to, change))
         staged, term = self.loop.island.stage_shards(), self.standing.term
 
         def send() -> None:

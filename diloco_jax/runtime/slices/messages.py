@@ -138,6 +138,14 @@ class Overwrite(NamedTuple):
     fragment_id: int
 
 
+class Value(NamedTuple):
+    """The numbers of a change that a host other than 0 holds, for the host of its number; its payload has them."""
+
+    term: int
+    change: int
+    fragment_id: int
+
+
 class GoBack(NamedTuple):
     """Request to go back to the copy of the state that each slice made when the present leader began."""
 
@@ -153,7 +161,20 @@ class End(NamedTuple):
 Change: TypeAlias = Commit | AdoptValue | Overwrite | GoBack
 CHANGES: tuple[type, ...] = get_args(Change)
 Message: TypeAlias = (
-    Lead | Stand | Follow | BeginCopy | Give | StatePart | Caught | Turn | Chunk | Mean | HoldsMean | Change | End
+    Lead
+    | Stand
+    | Follow
+    | BeginCopy
+    | Give
+    | StatePart
+    | Caught
+    | Turn
+    | Chunk
+    | Mean
+    | HoldsMean
+    | Change
+    | Value
+    | End
 )
 MESSAGES: tuple[type, ...] = get_args(Message)
 

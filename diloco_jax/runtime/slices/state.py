@@ -56,13 +56,15 @@ class ReceivedCopy:
     def started(self) -> bool:
         return self._filled > 0
 
-    def expects(self, part: StatePart) -> bool:
-        """Tell whether a part is one of this state, and not of one that was requested before."""
-        return (part.term, part.change) == (self.term, self.change)
+    def is_of(self, term: int, change: int) -> bool:
+        """Tell whether this is the state after a change."""
+        return (term, change) == (self.term, self.change)
 
     def add(self, part: StatePart, payload: Any) -> None:
-        """Take the next part."""
+        """Take the next part; the first one again is the start of another donor's copy of the same state."""
         content = np.frombuffer(payload, np.uint8)
+        if part.start == 0 and not self.complete:
+            self._filled = 0
         if (part.total, part.start) != (self._buffer.size, self._filled) or part.start + content.size > part.total:
             raise ValueError(
                 f"a part of a state begins at byte {part.start} of {part.total}, expected {self._filled} of "

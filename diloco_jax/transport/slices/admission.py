@@ -36,11 +36,13 @@ class SliceGreeting(NamedTuple):
     learner_id: str
     slice: int
     slices: int
+    # Number of the process in its slice.
+    host: int
     # Protocol, release and rules of the program, because all slices must compute the same bits.
     release: str
     # Digest of everything else that determines these bits: settings, data and devices.
     settings: str
-    # Random number of the process.
+    # Random number of this start of the slice.
     session: int
     # Number of the slice that it dials; its own one in an answer.
     dials: int
@@ -157,6 +159,7 @@ class Admission:
                 "start all slices of an island with one config, on one kind of device",
             ),
             ("number of slices", self.ours.slices, theirs.slices, "start all slices with one islands.slices"),
+            ("host number", self.ours.host, theirs.host, "give each host the addresses of the hosts of its number"),
         ):
             if own != other:
                 raise Refused(f"{named} has the {what} {other!r}, this slice {own!r}: {remedy}")

@@ -1,5 +1,7 @@
 """The connections of one slice with the other slices of its island, which come and go at any time.
 
+If slices have several hosts, each host has its own connections: with the hosts of its number in the other slices.
+
 Every pair of slices has one TCP connection. The slice with the higher number dials the other one, again and again, so a
 slice that was lost returns without anyone's help. What a slice sends is data: a wrong frame ends its connection and
 nothing else.
@@ -69,9 +71,11 @@ class SliceLinks:
             was received from one slice and is not taken. A slice that lets more wait loses its connection; beyond the
             second limit nothing more is read from that slice.
         settings: Digest of what all slices must have in common.
+        host: Number of this host in its slice.
+        session: Random number of this start of the slice, the same on all of its hosts; None draws one.
 
     Attributes:
-        session: Random number of this process.
+        session: Random number of this start of the slice.
 
     Raises:
         ValueError: Number or addresses cannot be used, this machine cannot listen on its address, an address is not
@@ -88,6 +92,8 @@ class SliceLinks:
         messages: Sequence[type],
         queue_bytes_max: int = QUEUE_BYTES_MAX,
         settings: str = "",
+        host: int = 0,
+        session: int | None = None,
     ) -> None:
         _check_places(own, addresses)
         exposed = next((each for each in addresses if not is_loopback(each)), addresses[own])
@@ -95,13 +101,13 @@ class SliceLinks:
         name = island_host(learner_id)
         token = credentials(config, learner_id, server=name).token
         calls.keep_freed_memory()
-        self.session = secrets.randbits(62)
+        self.session = secrets.randbits(62) if session is None else session
         self._own = own
         self._addresses = tuple(addresses)
         self._vocabulary = Vocabulary((Goodbye, *messages))
         self._queue_bytes_max = queue_bytes_max
         ours = SliceGreeting(
-            run_id, learner_id, own, len(addresses), RELEASE_STAMP, settings, self.session, own, 0, encoded(token)
+            run_id, learner_id, own, len(addresses), host, RELEASE_STAMP, settings, self.session, own, 0, encoded(token)
         )
         gate = Gate(encrypted=config.encrypted, token=token)
         self._admission = Admission(config=config, ours=ours, gate=gate)
@@ -176,6 +182,11 @@ class SliceLinks:
             self._item_bytes[item.slice] -= _size(item)
             self._changed.notify_all()
             return item
+
+    def put(self, message: Any) -> None:
+        """Put a message of this process among the items, as one of slice `own`; any thread."""
+        with self._changed:
+            self._put(Item(self._own, self.session, message))
 
     def drop(self, number: int, reason: str) -> None:
         """End the connection with a slice, which may return with a new one; nothing happens without a connection."""

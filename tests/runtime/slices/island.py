@@ -58,6 +58,9 @@ class Model:
     def stage_shards(self) -> StagedShards:
         return StagedShards(self.shards(), cast(Any, [self.x.copy()]))
 
+    def wait(self, handle: dict[str, float]) -> dict[str, float]:
+        return handle
+
     def check_shards(self, leaves: dict[str, PartialLeaf]) -> None:
         assert leaves["x"].shape == (SIZE,)
 
@@ -97,8 +100,9 @@ class Loop:
     def take(self, part: Ranges) -> Part:
         return Part(gradient(self.island.x, part), {"loss": float(len(self.computed))}, 1.0)
 
-    def apply(self, mean: np.ndarray, rate: float, metrics: Any) -> None:
+    def apply(self, mean: np.ndarray, rate: float, metrics: Any) -> Any:
         self.island.x = np.asarray(self.island.x - np.float32(rate) * mean, np.float32)
+        return {**metrics, "grad_norm": math.sqrt(float(np.dot(mean, mean)))}
 
 
 class Links:

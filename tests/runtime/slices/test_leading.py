@@ -274,7 +274,7 @@ def test_a_slice_that_comes_during_the_first_turn_gets_the_state(net: Net) -> No
 
 def test_changes_from_outside_are_made_on_every_slice(net: Net) -> None:
     leadership = island_of(net)
-    island = ForwardingIsland(leadership)
+    island = ForwardingIsland(leadership, leadership.member)
     fragments = net.members[0].fragments
     make(leadership)
     island.adopt(fragments[0], {fragments[0].slices[0].key: np.full(4, 8, np.float32)}, mode="blend", alpha=0.25)
@@ -296,7 +296,7 @@ def test_a_new_leader_goes_back_to_its_first_state_with_all_slices(net: Net) -> 
     for number in (1, 2):
         net.follow(number, leadership)
     leadership.gather()
-    island, copy = ForwardingIsland(leadership), net.members[0].copy
+    island, copy = ForwardingIsland(leadership, leadership.member), net.members[0].copy
     fragments = net.members[0].fragments
     island.overwrite(fragments[1], {fragments[1].slices[0].key: np.zeros(3, np.float32)})
     assert copy is not None
@@ -320,7 +320,7 @@ def test_slices_start_again_if_the_learner_does_not_load_their_state(net: Net) -
 def test_slices_continue_with_a_state_that_the_learner_has_loaded(net: Net, moments: bool) -> None:
     leadership = island_of(net)
     leadership.has_unloaded = True
-    island = ForwardingIsland(leadership)
+    island = ForwardingIsland(leadership, leadership.member)
     if moments:
         net.members[0].loop.island.load_moments = lambda leaf: None  # type: ignore[attr-defined,method-assign]
         island.load_moments(lambda name: None)
@@ -335,7 +335,7 @@ def test_the_others_get_a_state_that_only_the_leader_has_loaded(net: Net) -> Non
     make(leadership)
     other = Net().members[0]
     other.loop.island.x += 1  # type: ignore[attr-defined]
-    ForwardingIsland(leadership).load_shards(copy_of(other.loop.island))
+    ForwardingIsland(leadership, leadership.member).load_shards(copy_of(other.loop.island))
     assert leadership.count == 1
     make(leadership, 3)
     settled(net, leadership)

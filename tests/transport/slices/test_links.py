@@ -169,7 +169,7 @@ def test_close_leaves_no_thread(island: Island) -> None:
     assert links[0].connected == {} and not links[0].send(1, Part(1))
 
 
-OURS = SliceGreeting("run", "island-0", 1, 3, RELEASE_STAMP, "", 7, 0, 1, encoded(b"secret"))
+OURS = SliceGreeting("run", "island-0", 1, 3, 0, RELEASE_STAMP, "", 7, 0, 1, encoded(b"secret"))
 STRANGERS = {
     "no token": (OURS._replace(token=""), "the token was not sent"),
     "wrong token": (OURS._replace(token=encoded(b"secreT")), "the token is not"),
@@ -179,6 +179,7 @@ STRANGERS = {
     "another release": (OURS._replace(release="0/0/0"), "the release '0/0/0'"),
     "other settings": (OURS._replace(settings="ab"), "the digest of settings, data and devices 'ab'"),
     "another count": (OURS._replace(slices=4), "the number of slices 4"),
+    "another host": (OURS._replace(host=1), "the host number 1"),
     "a lower number": (OURS._replace(slice=0), "slice 0 dials slice 0"),
     "no slice": (OURS._replace(slice=3), "slice 3 dials slice 0"),
     "another address": (OURS._replace(dials=1), "dials slice 1 at the address of slice 0"),
