@@ -27,6 +27,7 @@ from diloco_jax.runtime.records.log_lines import formatter
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, without_collections
 
 if TYPE_CHECKING:
+    from diloco_jax.runtime.island.join import Hosts
     from diloco_jax.runtime.model.evaluation import Evaluator
     from diloco_jax.runtime.model.offered import OfferedModel
     from diloco_jax.runtime.records.folder_lock import LearnerLock
@@ -291,13 +292,17 @@ def _learner_options(parser: Parser) -> None:
     parser.add_argument("--incarnation", type=int, help="number that grows with every start; default: the time")
     parser.add_argument("--host", type=int, help="number of this process among islands.hosts processes; 0 leads")
     parser.add_argument(
-        "--coordinator", default="", metavar="HOST:PORT", help="address where the island's host 0 listens"
+        "--coordinator",
+        default="",
+        metavar="HOST:PORT",
+        help="address where host 0 of the island, or of the slice, listens",
     )
     parser.add_argument("--slice", type=int, metavar="K", help="number of this process among islands.slices slices")
     parser.add_argument(
         "--slices",
         metavar="HOST:PORT,...",
-        help="where each slice of the island listens for the others, in the order of their numbers",
+        help="where each slice of the island listens for the others, in the order of their numbers; for a slice of "
+        "several hosts: where its host with the number --host listens",
     )
     parser.add_argument(
         "--preemption",
@@ -352,13 +357,15 @@ def _check_slice(arguments: argparse.Namespace, slices: int) -> None:
         )
 
 
-def _in_slices(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, address: str, stop: Event) -> int:
-    """Run one slice of an island of several."""
+def _in_slices(
+    arguments: argparse.Namespace, config: RunConfig, run_dir: Path, address: str, stop: Event, hosts: Hosts | None
+) -> int:
+    """Run one slice of an island of several, or one host of it."""
     from diloco_jax.runtime.local.run import next_incarnation
     from diloco_jax.runtime.slices.process import SlicePlace, SliceProcess
 
     name = arguments.island
-    place = SlicePlace(arguments.slice, tuple(arguments.slices.split(",")))
+    place = SlicePlace(arguments.slice, tuple(arguments.slices.split(",")), hosts)
     return SliceProcess(config, name, place, address, run_dir, lambda: next_incarnation(run_dir, name), stop).run()
 
 
@@ -419,8 +426,6 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
         incarnation = next_incarnation(run_dir, arguments.island)
     if arguments.preemption:
         watch(check_source(arguments.preemption), stop)
-    if config.islands.slices > 1:
-        return _in_slices(arguments, config, run_dir, address, stop)
     if config.island(arguments.island).hosts > 1:
         arguments.leave = leave
 
@@ -428,6 +433,8 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
         return load_source(config.data, config.train.seq_len).corpus
 
     hosts = join(config, arguments.island, incarnation, arguments.host, arguments.coordinator, corpus)
+    if config.islands.slices > 1:
+        return _in_slices(arguments, config, run_dir, address, stop, hosts)
     incarnation = incarnation if hosts is None else hosts.incarnation
     pulse = island_pulse(config, run_dir, arguments.island, 0 if hosts is None else hosts.host)
     joining = Joining(config, arguments.island, incarnation, address, run_dir, pulse, hosts)

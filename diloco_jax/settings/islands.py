@@ -237,9 +237,7 @@ class IslandsConfig:
             raise ValueError(f"islands.straggler_s is {self.straggler_s}; use seconds, more than 0")
         if self.slices == 1:
             return
-        several = any(self.resolve(name, 0).hosts > 1 for name in ("", *self.each))
         apart = {
-            "hosts above 1": several,
             "controller single": self.controller == "single",
             "command": self.command,
             "standby": self.standby,
@@ -247,8 +245,8 @@ class IslandsConfig:
         }
         if others := [name for name, value in apart.items() if value]:
             raise ValueError(
-                f"islands.slices is {self.slices}, which needs slices of one process with the built-in loop, started "
-                f"without Ray, so islands.{others[0]} does not fit; leave one of them out"
+                f"islands.slices is {self.slices}, which needs the built-in loop in processes without Ray, so "
+                f"islands.{others[0]} does not fit; leave one of them out"
             )
 
     def _check_controller(self) -> None:

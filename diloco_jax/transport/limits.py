@@ -24,6 +24,8 @@ TEXT_LENGTHS_MAX = {
     "reason": REASON_LENGTH_MAX,
     "leaf": REASON_LENGTH_MAX,
     "state": 32 * FRAGMENTS_MAX,
+    # An order of a slice's host 0 may have the name of a state, and the samples of each part of a step.
+    "message": 1 << 19,
     "fingerprint_key": NAME_LENGTH_MAX,
     "fingerprint_value": PAIR_LENGTH_MAX,
     "values_name": METRIC_LENGTH_MAX,

@@ -21,7 +21,7 @@ from diloco_jax.core.codec import Bytes
 from diloco_jax.protocol.messages import CutFragment, FragmentValue, GlobalFragment
 from diloco_jax.runtime.island.adoptions import ArrivedValue
 from diloco_jax.runtime.island.host import Host, Ranges
-from diloco_jax.runtime.island.join import die
+from diloco_jax.runtime.island.join import CommandQueue, die
 from diloco_jax.runtime.island.leader import END_S
 from diloco_jax.runtime.island.passing import Passing
 from diloco_jax.runtime.island.payloads import PayloadSender
@@ -83,6 +83,8 @@ class Follower:
     # Takes the samples of the next step, and the known samples of later steps.
     on_batch: Callable[[Ranges, Ranges], None]
     pulse: Pulse
+    # The queue of commands in a slice of several hosts; its own by default.
+    given: CommandQueue | None = None
 
     def __post_init__(self) -> None:
         # The exit status that the leader sent at the end; None before.
@@ -99,7 +101,7 @@ class Follower:
         self._link: Link | None = None
         self._payloads = PayloadSender(lambda error: die(f"a value could not be sent: {error!r}"))
         self._leaves = ThreadPoolExecutor(1, "leaves")
-        self._steps_do: queue.SimpleQueue[commands.Command] = queue.SimpleQueue()
+        self._steps_do: CommandQueue = queue.SimpleQueue() if self.given is None else self.given
         self._link_does: queue.SimpleQueue[OfLink] = queue.SimpleQueue()
         # Number of versions of the present link that have arrived here, and number that the leader has handled.
         self._taken, self._handled = 0, 0

@@ -11,7 +11,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -23,10 +23,10 @@ from diloco_jax.settings.fingerprint import fingerprint, own_corpus
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.transport.commands import HostMeet, HostVerdict
+from diloco_jax.transport.commands import Command, HostMeet, HostVerdict
 from diloco_jax.transport.endpoints.dialler import Dialler
 from diloco_jax.transport.group.direct import DirectLinks
-from diloco_jax.transport.group.group import LEADER, SILENCE_S, GroupLeader, GroupMember, group_config
+from diloco_jax.transport.group.group import LEADER, SILENCE_S, GroupItem, GroupLeader, GroupMember, group_config
 from diloco_jax.transport.link import check_free, split_address
 
 # Timeout of the coordination service. The service aborts with a stack trace, so the island's own network must notice a
@@ -46,6 +46,16 @@ _Said = TypeVar("_Said", HostMeet, HostVerdict)
 log = logging.getLogger(__name__)
 
 
+class CommandQueue(Protocol):
+    """The commands of the leader for the thread that steps, in their order."""
+
+    def put(self, command: Command) -> object:
+        """Add a command; any thread."""
+
+    def get(self, timeout: float) -> Command:
+        """Remove the next command and return it; queue.Empty if none arrived within `timeout` seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hosts:
     """The processes of this island, seen from one of them."""
@@ -58,6 +68,12 @@ class Hosts:
     direct: DirectLinks
     # The leader's incarnation counts for all hosts.
     incarnation: int
+    # Random number of this start of the island, the same on all hosts.
+    start: int = 0
+    # Of a slice of several hosts: host 0 gives the reports of other hosts to `reports`, and these take and return the
+    # leader's commands through `commands`, because orders of the slice are among them.
+    reports: Callable[[GroupItem], object] | None = None
+    commands: CommandQueue | None = None
 
 
 def join(
@@ -141,10 +157,10 @@ def meet(config: RunConfig, learner_id: str, incarnation: int, coordinator: str,
         told += [leader.address, str(leader.number)]
     heard = [words.split() for words in _exchange(" ".join(told))]
     direct.meet([(words[0], int(words[1])) for words in heard])
+    _, _, address, number = heard[LEADER]
     if group is None:
-        _, _, address, number = heard[LEADER]
         group = GroupMember(group_config(config.transport, address), config.name, learner_id, host, count, int(number))
-    hosts = Hosts(host, count, group, direct, incarnation)
+    hosts = Hosts(host, count, group, direct, incarnation, int(number))
     return replace(hosts, incarnation=_agree(hosts, {**same, "JAX": jax.__version__}))
 
 

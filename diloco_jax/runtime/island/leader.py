@@ -151,7 +151,7 @@ class LeadingHost(Host):
         super().__init__(run, island, compile_step, evaluate, saves, blocks)
         assert isinstance(hosts.group, GroupLeader), "another host than 0 leads"
         assert blocks is not None, "an island of several hosts has blocks"
-        self._group, self._direct = hosts.group, hosts.direct
+        self._group, self._direct, self._reports = hosts.group, hosts.direct, hosts.reports
         self._questions = Questions(hosts.group, hosts.count)
         self._stop = stop
         self._ending = False
@@ -320,6 +320,9 @@ class LeadingHost(Host):
                 self._questions.on_answer(item.host, number, reason, item.payload)
             case commands.HostHas(message, reason):
                 self._arrivals.add(item.host, message, reason)
+            case commands.HostReport():
+                assert self._reports is not None, f"host {item.host} reports as one of a slice"
+                self._reports(item)
             case commands.HostStop():
                 log.info(f"host {item.host} was asked to end, so the island leaves the run")
                 self._stop.set()

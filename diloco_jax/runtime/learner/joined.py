@@ -54,7 +54,6 @@ from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT,
 from diloco_jax.settings.fingerprint import own_corpus
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.exchanged import ExchangedState
 from diloco_jax.training.island_state import IslandState
 from diloco_jax.transport.endpoints.dialler import Dialler
 from diloco_jax.transport.group.group import LEADER, GroupMember
@@ -115,7 +114,8 @@ class Joining(NamedTuple):
         run, saves = resolve(self.config, island.shapes, island.kinds), self.saved_states()
         if self.hosts is None:
             return Host(run, island, compile_step, evaluate, saves)
-        assert isinstance(island, ExchangedState), "several hosts share an island of JAX arrays"
+        # A slice that leads has the state of one behind its own.
+        assert hasattr(island, "exchange"), "several hosts share an island of JAX arrays"
         blocks = IslandBlocks(run.fragments, island.exchange.boxes, self.hosts.host, self.hosts.count)
         if self.hosts.host != LEADER:
             return Host(run, island, compile_step, evaluate, saves, blocks)
@@ -124,7 +124,8 @@ class Joining(NamedTuple):
     def follower(self, host: Host, stop: threading.Event, on_batch: Callable[[Ranges, Ranges], None]) -> Follower:
         """Return a host that follows the leader."""
         assert self.hosts is not None and isinstance(self.hosts.group, GroupMember), "host 0 leads"
-        return Follower(host, self.dialler(host), self.hosts.group, self.hosts.direct, stop, on_batch, self.pulse)
+        hosts = self.hosts
+        return Follower(host, self.dialler(host), hosts.group, hosts.direct, stop, on_batch, self.pulse, hosts.commands)
 
 
 def island_pulse(config: RunConfig, run_dir: Path, learner_id: str, host: int = 0) -> Pulse:

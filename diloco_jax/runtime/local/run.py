@@ -84,8 +84,8 @@ class LocalRun:
         self._islands: dict[str, Child] = {}
         self._syncer: Child | None = None
         self._compilers: list[Process] = []
-        # The addresses of the slices of each island.
-        self._slices: dict[str, str] = {}
+        # The addresses of the slices of each island, for each of their hosts.
+        self._slices: dict[str, list[str]] = {}
         self._config_path = str(run_dir / CONFIG_FILE)
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
         self._spares = Spares(run_dir, self._start_spare)
@@ -141,7 +141,7 @@ class LocalRun:
         if name == CONTROLLER:
             return Child(name, [self._start(name, [CONTROLLER, self._config_path, "--syncer", address])])
         if self._config.islands.slices > 1:
-            return Child(name, [self._start(name, self._slice_words(name, address))])
+            return Child(name, self._start_slice(name, address))
         incarnation, hosts = str(next_incarnation(self._run_dir, name)), self._config.island(name).hosts
         if self._machines is not None:
             return Child(name, self._machines.start(name, address, incarnation))
@@ -166,13 +166,18 @@ class LocalRun:
         words += ["--coordinator", coordinator]
         return Child(name, [self._start(name, [*words, "--host", str(host)], host) for host in range(hosts)])
 
-    def _slice_words(self, name: str, address: str) -> list[str]:
-        """Return the command of one slice; the slices of an island keep their addresses for the whole run."""
+    def _start_slice(self, name: str, address: str) -> list[Process]:
+        """Start the hosts of one slice; the slices of an island keep their addresses for the whole run."""
         island, number = split_slice(name)
+        slices, hosts = self._config.islands.slices, self._config.island(island).hosts
         if island not in self._slices:
-            self._slices[island] = ",".join(free_address() for _ in range(self._config.islands.slices))
-        words = ["learner", self._config_path, "--island", island, "--syncer", address]
-        return [*words, "--slice", str(number), "--slices", self._slices[island]]
+            self._slices[island] = [",".join(free_address() for _ in range(slices)) for _ in range(hosts)]
+        words = ["learner", self._config_path, "--island", island, "--syncer", address, "--slice", str(number)]
+        if hosts == 1:
+            return [self._start(name, [*words, "--slices", *self._slices[island]])]
+        words += ["--coordinator", free_address()]
+        addresses = enumerate(self._slices[island])
+        return [self._start(name, [*words, "--host", str(host), "--slices", each], host) for host, each in addresses]
 
     def _start_spare(self, name: str) -> Process:
         return self._start(name, ["learner", self._config_path, "--island", name, "--standby"])

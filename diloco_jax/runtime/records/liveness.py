@@ -172,11 +172,16 @@ class StartPhase(NamedTuple):
 
 
 def loop_name(learner_id: str, number: int = 0) -> str:
-    """Return the name of the files of a loop: of an island, of one of its hosts above 0, or of slice `number` - 1.
+    """Return the name of the files of a loop: of an island, of one of its hosts above 0, or of a slice.
 
     The slice that leads writes the files of the island as well.
     """
     return f"{learner_id}-h{number}" if number else learner_id
+
+
+def slice_loop(own: int, slices: int, host: int = 0) -> int:
+    """Return the number of the loop of one host of slice `own`, for `loop_name`."""
+    return 1 + own + slices * host
 
 
 def tell_phase(run_dir: Path, name: str, words: str) -> None:

@@ -254,7 +254,7 @@ class Obedience:
     def _has_copy(self) -> bool:
         """Tell whether all hosts of this slice have their parts of the copy that it waits for."""
         copy = self._member.receiving
-        return copy is not None and copy.complete and self._member.hosts.have_copy(copy.term, copy.change)
+        return copy is not None and copy.complete and self._member.hosts.have_copy()
 
     def _must_wait(self, message: Any) -> bool:
         """Tell whether a host of this slice cannot obey a message yet, because something is on its way to it."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from diloco_jax.runtime.island.saved_states import Leaves
 from diloco_jax.runtime.slices.member import SliceMember
-from diloco_jax.runtime.slices.messages import AdoptValue, GoBack, Overwrite
+from diloco_jax.runtime.slices.messages import AdoptValue, GoBack, Overwrite, Value
 
 
 class Changes(Protocol):
@@ -21,6 +21,27 @@ class Changes(Protocol):
 
     def renew(self) -> None:
         """Let every slice get this one's state, because it loaded one that they do not have."""
+
+
+class HostChanges:
+    """The changes of a host other than 0; host 0 forwards everything but this host's parts of values."""
+
+    has_unloaded = False
+
+    def __init__(self, member: SliceMember) -> None:
+        self._member = member
+        # The slices that get the values of the next changes.
+        self.receivers: tuple[int, ...] = ()
+
+    def change(self, message: Callable[[int], Any], values: np.ndarray | None = None) -> None:
+        member, standing = self._member, self._member.standing
+        member.standing = standing._replace(change=standing.change + 1)
+        for slice_ in self.receivers if values is not None else ():
+            value = Value(*member.standing, message(member.standing.change).fragment_id)
+            member.links.send(slice_, value, values)
+
+    def renew(self) -> None:
+        self._member.standing = self._member.standing._replace(change=self._member.standing.change + 1)
 
 
 class ForwardingIsland:

@@ -4,13 +4,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from diloco_jax.runtime.slices.messages import Turn
-from diloco_jax.runtime.slices.orders import ORDERS, AskedToEnd, Drop, HasCopy, HasValue, Progress, Reaches
+from diloco_jax.runtime.slices.messages import BeginCopy, Turn
+from diloco_jax.runtime.slices.orders import ORDERS, AskedToEnd, Drop, HasCopy, HasValue, Progress, Reaches, Ready
 from diloco_jax.transport.commands import HostOrder
 from diloco_jax.transport.slices.links import Item, SliceJoined, SliceLinks
 
 # Messages of a slice that wait until all hosts of this slice are connected with it.
 HELD_MAX = 256
+POLL_S = 0.1
 
 
 class SliceHosts:
@@ -31,8 +32,8 @@ class SliceHosts:
         """Return whether the other hosts hold the value of a change."""
         return True
 
-    def have_copy(self, term: int, change: int) -> bool:
-        """Return whether the other hosts hold the copy of another slice's state."""
+    def have_copy(self) -> bool:
+        """Return whether the other hosts hold the copy of another slice's state that they wait for."""
         return True
 
 
@@ -49,9 +50,12 @@ class LedHosts(SliceHosts):
         self._send = send
         self._progress: dict[int, Progress] = {}
         self._values: dict[int, set[tuple[int, int]]] = {host: set() for host in self._others}
-        self._copies: dict[int, tuple[int, int]] = {}
+        # How often they were ordered to wait for a copy, and which of these copies each has.
+        self._asked = 0
+        self._copies: dict[int, int] = {}
 
     def order(self, message: Any) -> None:
+        self._asked += isinstance(message, BeginCopy)
         self._send(HostOrder(ORDERS.pack(message).decode()))
 
     def take(self, host: int, report: Progress | HasValue | HasCopy) -> None:
@@ -64,8 +68,8 @@ class LedHosts(SliceHosts):
                 self._values[host] = {each for each in self._values[host] if each > at}
             case HasValue(term, change):
                 self._values[host].add((term, change))
-            case HasCopy(term, change):
-                self._copies[host] = term, change
+            case HasCopy(asked):
+                self._copies[host] = asked
 
     def _of(self, turn: Turn) -> list[Progress]:
         at = turn.term, turn.change, turn.attempt
@@ -81,8 +85,8 @@ class LedHosts(SliceHosts):
     def have_value(self, term: int, change: int) -> bool:
         return all((term, change) in values for values in self._values.values())
 
-    def have_copy(self, term: int, change: int) -> bool:
-        return all(self._copies.get(host) == (term, change) for host in self._others)
+    def have_copy(self) -> bool:
+        return all(self._copies.get(host) == self._asked for host in self._others)
 
 
 class JointLinks:
@@ -103,6 +107,7 @@ class JointLinks:
         self._reached: dict[int, dict[int, int]] = {host: {} for host in range(1, count)}
         # The sessions that the owner has got SliceJoined of.
         self._announced: dict[int, int] = {}
+        self._unready = {*self._reached}
         self._ready = deque[Item]()
         # Messages of slices that are not announced yet.
         self._held: dict[int, list[Item]] = {}
@@ -121,6 +126,15 @@ class JointLinks:
         if not self._ready and (item := self._links.receive(timeout_s)) is not None:
             self._sort(item)
         return self._ready.popleft() if self._ready else None
+
+    def await_hosts(self, waits: Callable[[], object]) -> None:
+        """Wait until the other hosts are ready: no other slice can reach this one before; `waits` is called meanwhile.
+
+        A host that is lost ends this process.
+        """
+        while self._unready:
+            self.receive(POLL_S)
+            waits()
 
     def drop(self, number: int, reason: str) -> None:
         """End the connections of all hosts with a slice."""
@@ -150,6 +164,8 @@ class JointLinks:
                 self._reached[host] = {**others, slice_: session} if connected else others
                 if not connected:
                     self._lose(slice_, f"host {host}: {reason}")
+            case Ready():
+                self._unready.discard(host)
             case AskedToEnd():
                 self._on_asked()
             case _:

@@ -45,6 +45,10 @@ class Serve(NamedTuple):
     incarnation: int
 
 
+class Ready(NamedTuple):
+    """First report: the sender has compiled its programs, and listens for other slices."""
+
+
 class Reaches(NamedTuple):
     """Report of a connection with another slice; `session` numbers the start of that slice."""
 
@@ -73,10 +77,10 @@ class HasValue(NamedTuple):
 
 
 class HasCopy(NamedTuple):
-    """Report that the sender holds its part of the state after a change."""
+    """Report that the sender holds its part of the copy that it was ordered to wait for."""
 
-    term: int
-    change: int
+    # How often it was ordered to wait for a copy.
+    asked: int
 
 
 class AskedToEnd(NamedTuple):
@@ -84,4 +88,4 @@ class AskedToEnd(NamedTuple):
 
 
 ORDERS = Vocabulary((BeginTerm, EndTerm, LoadCopy, Receivers, Drop, Serve, BeginCopy, Give, Turn, *CHANGES))
-REPORTS = Vocabulary((Reaches, Progress, HasValue, HasCopy, AskedToEnd))
+REPORTS = Vocabulary((Ready, Reaches, Progress, HasValue, HasCopy, AskedToEnd))

@@ -45,7 +45,7 @@ class Vocabulary:
 
     def __init__(self, messages: Sequence[type]) -> None:
         self._rules = {cls.__name__: _record_rule(cls) for cls in messages}
-        self._classes = tuple(messages)
+        self.classes = frozenset(messages)
 
     def pack(self, message: Any) -> bytes:
         """Return the head of a message.
@@ -54,7 +54,7 @@ class Vocabulary:
             ValueError: The message has another class, a field does not fit its type, or the head is too large.
         """
         name = type(message).__name__
-        if type(message) not in self._classes:
+        if type(message) not in self.classes:
             raise ValueError(f"cannot send a {name}: this connection has {', '.join(self._rules)}")
         try:
             head = json.dumps([name, message], separators=(",", ":")).encode()
