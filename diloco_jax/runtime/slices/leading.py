@@ -43,6 +43,7 @@ from diloco_jax.runtime.slices.messages import (
     Turn,
 )
 from diloco_jax.runtime.slices.orders import Receivers
+from diloco_jax.transport.slices.links import Item
 
 # Turns whose duration is remembered, and so many times the usual one a turn may take beside islands.straggler_s.
 TURNS_KEPT, USUAL_TIMES = 32, 2.0
@@ -134,10 +135,7 @@ class Leadership:
     def change(self, message: Callable[[int], Any], values: np.ndarray | None = None) -> None:
         """Forward a change, made of its number, to all slices; this slice makes it itself."""
         self._commit()
-        member, receivers = self.member, tuple(sorted(self.members | self._joining.keys()))
-        if receivers != self._receivers:
-            self._receivers = receivers
-            member.hosts.order(Receivers(receivers))
+        member = self.member
         member.standing = member.standing._replace(change=member.standing.change + 1)
         payload = memoryview(b"") if values is None else np.ascontiguousarray(values).view(np.uint8).data
         self._send_all(message(member.standing.change), payload)
@@ -150,6 +148,17 @@ class Leadership:
         self._waiting |= self.members | self._joining.keys()
         self.members.clear()
         self._joining.clear()
+        self._tell_receivers()
+
+    def _tell_receivers(self) -> None:
+        """Let the other hosts of this slice send the values of changes to the slices that get the changes.
+
+        The learner lets its hosts adopt a value before this host forwards it, so they must know that already.
+        """
+        receivers = tuple(sorted(self.members | self._joining.keys()))
+        if receivers != self._receivers:
+            self._receivers = receivers
+            self.member.hosts.order(Receivers(receivers))
 
     def _commit(self) -> None:
         if not self._committed:
@@ -186,6 +195,7 @@ class Leadership:
                 if owner not in lost:
                     had.setdefault(owner, set()).add(part)
             attempt += 1
+        self._tell_receivers()
         self._took_s = [*self._took_s[-TURNS_KEPT:], time.monotonic() - began_s]
         handle = member.apply(turn.change)
         self._committed = False
@@ -243,13 +253,17 @@ class Leadership:
         if self.members and self._leaving():
             raise self._resign("this slice was asked to end, and another one leads on")
         item = self.member.receive(timeout_s)
-        if item is None:
-            return False
+        if item is not None:
+            self._take(item)
+            self._tell_receivers()
+        return item is not None
+
+    def _take(self, item: Item) -> None:
         slice_, message = item.slice, item.message
         if message is None:
             self._forget(slice_, item.reason)
         if self._links.connected.get(slice_) != item.session:
-            return True
+            return
         match message:
             case Chunk() | Mean():
                 self.member.route(slice_, message, item.payload)
@@ -272,7 +286,6 @@ class Leadership:
                 self._links.send(slice_, self._lead)
             case Lead(term) if term > self.term:
                 raise self._resign(f"slice {slice_} leads in a newer term")
-        return True
 
     def _admit(self) -> None:
         """Let slices that wait get the present state from a member, while all others step on."""
@@ -287,6 +300,7 @@ class Leadership:
                 member.give(slice_, change, lambda body: start_thread(body, "give", daemon=True))
             else:
                 self._links.send(donor, Give(slice_, change))
+        self._tell_receivers()
 
 
 class SlicedLoop:
