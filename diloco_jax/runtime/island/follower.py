@@ -101,7 +101,7 @@ class Follower:
         self._link: Link | None = None
         self._payloads = PayloadSender(lambda error: die(f"a value could not be sent: {error!r}"))
         self._leaves = ThreadPoolExecutor(1, "leaves")
-        self._steps_do: CommandQueue = queue.SimpleQueue() if self.given is None else self.given
+        self._steps_do: CommandQueue = cast(Any, queue.SimpleQueue()) if self.given is None else self.given
         self._link_does: queue.SimpleQueue[OfLink] = queue.SimpleQueue()
         # Number of versions of the present link that have arrived here, and number that the leader has handled.
         self._taken, self._handled = 0, 0

@@ -123,8 +123,8 @@ class Joining(NamedTuple):
 
     def follower(self, host: Host, stop: threading.Event, on_batch: Callable[[Ranges, Ranges], None]) -> Follower:
         """Return a host that follows the leader."""
-        assert self.hosts is not None and isinstance(self.hosts.group, GroupMember), "host 0 leads"
         hosts = self.hosts
+        assert hosts is not None and isinstance(hosts.group, GroupMember), "host 0 leads"
         return Follower(host, self.dialler(host), hosts.group, hosts.direct, stop, on_batch, self.pulse, hosts.commands)
 
 

@@ -36,8 +36,10 @@ class HostChanges:
     def change(self, message: Callable[[int], Any], values: np.ndarray | None = None) -> None:
         member, standing = self._member, self._member.standing
         member.standing = standing._replace(change=standing.change + 1)
-        for slice_ in self.receivers if values is not None else ():
-            value = Value(*member.standing, message(member.standing.change).fragment_id)
+        if values is None:
+            return
+        value = Value(*member.standing, message(member.standing.change).fragment_id)
+        for slice_ in self.receivers:
             member.links.send(slice_, value, values)
 
     def renew(self) -> None:

@@ -28,6 +28,10 @@ class SliceHosts:
         """Return the slices that the other hosts wait for in a turn."""
         return set()
 
+    def late(self, turn: Turn) -> bool:
+        """Return whether another host has not computed its part of a turn: no other slice is to blame for that."""
+        return False
+
     def have_value(self, term: int, change: int) -> bool:
         """Return whether the other hosts hold the value of a change."""
         return True
@@ -81,6 +85,9 @@ class LedHosts(SliceHosts):
 
     def lack(self, turn: Turn) -> set[int]:
         return {slice_ for each in self._of(turn) for slice_ in each.lacks}
+
+    def late(self, turn: Turn) -> bool:
+        return len(self._of(turn)) < len(self._others)
 
     def have_value(self, term: int, change: int) -> bool:
         return all((term, change) in values for values in self._values.values())

@@ -218,6 +218,8 @@ class Leadership:
                 return lost
             self._pump(POLL_S)
             late_s = time.monotonic() - began_s - usual_s
+            if late_s > self._straggler_s and self.members and self.member.hosts.late(turn):
+                raise self._resign(f"a host of this slice is {late_s:.1f} s late (islands.straggler_s)")
             # One that lost a message between two others holds nothing, although nothing is missing here.
             late = self.member.lacks or others - self._held
             for slice_ in ((others - self._held) | late) & self.members:

@@ -43,19 +43,22 @@ from diloco_jax.runtime.slices.orders import (
 )
 from diloco_jax.transport.commands import Command, HostEnd, HostOrder, HostReport
 from diloco_jax.transport.group.group import GroupMember
-from diloco_jax.transport.slices.links import Item, SliceJoined
+from diloco_jax.transport.slices.links import Item, SliceJoined, SliceLinks
 
 
 class ObeyingHost:
     """One host of a slice that obeys; for the thread that steps, except `put`.
 
     Args:
-        member: this host, with its connections to the hosts of its number.
+        member: this host.
+        links: its connections with the hosts of its number.
         stop: is set when this process shall end.
     """
 
-    def __init__(self, member: SliceMember, group: GroupMember, stop: threading.Event) -> None:
-        self.member, self._group, self._stop = member, group, stop
+    def __init__(
+        self, member: SliceMember, links: SliceLinks, group: GroupMember, stop: threading.Event
+    ) -> None:
+        self.member, self._links, self._group, self._stop = member, links, group, stop
         # The changes of this host while its slice leads.
         self.changes = HostChanges(member)
         # The values of changes that host 0 has not ordered yet, by term and change.
@@ -71,7 +74,7 @@ class ObeyingHost:
     def put(self, command: Command) -> bool:
         """Take a command of host 0, after those before it; tell whether it is the last one of its kind. Any thread."""
         order = ORDERS.unpack(command.message.encode()) if isinstance(command, HostOrder) else command
-        self.member.links.put(order)
+        self._links.put(order)
         return isinstance(order, Serve | HostEnd)
 
     def get(self, timeout: float) -> Any:
@@ -120,7 +123,7 @@ class ObeyingHost:
             case Receivers(slices):
                 self.changes.receivers = slices
             case Drop(slice_, reason):
-                member.links.drop(slice_, reason)
+                self._links.drop(slice_, reason)
 
     def _forget_values(self, until: tuple[int, int]) -> None:
         self._values = {at: value for at, value in self._values.items() if at > until}
@@ -147,7 +150,7 @@ class ObeyingHost:
                 case _:
                     raise ValueError(f"a {type(item.message).__name__} is for host 0 of a slice")
         except ValueError as error:
-            member.links.drop(item.slice, str(error))
+            self._links.drop(item.slice, str(error))
 
     def _tell(self) -> None:
         """Report what has changed here."""

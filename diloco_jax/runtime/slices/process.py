@@ -188,7 +188,7 @@ class SliceProcess:
         """Obey host 0 of this slice until it ends; return the exit status."""
         assert isinstance(hosts.group, GroupMember), "host 0 decides"
         member = SliceMember(self._place.own, self._run, self._loop, links, held=self._held)
-        obeying = ObeyingHost(member, hosts.group, self._stop)
+        obeying = ObeyingHost(member, links, hosts.group, self._stop)
         GroupListener(hosts.group, lambda item: put_order(obeying, item))
         while True:
             try:

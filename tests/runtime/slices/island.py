@@ -110,6 +110,7 @@ class Links:
 
     def __init__(self, net: "Net", own: int) -> None:
         self._net, self._own = net, own
+        self.session = net.session(own)
         self.connected: dict[int, int] = {}
         self.inbox: deque[Item] = deque()
         self.sent: list[tuple[int, Any]] = []
@@ -140,6 +141,9 @@ class Links:
         self._net.on_wait()
         return None
 
+    def put(self, message: Any) -> None:
+        self.inbox.append(Item(self._own, self.session, message))
+
     def heard_s(self, number: int) -> float:
         if number not in self.connected:
             return -math.inf
@@ -164,8 +168,8 @@ class Net:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.links = [Links(self, number) for number in range(SLICES)]
         self._sessions = [0] * SLICES
+        self.links = [Links(self, number) for number in range(SLICES)]
         self.members = [self._member(number) for number in range(SLICES)]
         # Slices that follow, and do what they can whenever another one waits.
         self.following: dict[int, Obedience] = {}
@@ -230,13 +234,19 @@ class Net:
         links, obedience = self.links[number], self.following[number]
         if not links.inbox:
             return False
-        item = links.inbox.popleft()
-        if not self.on_message(number, item) and self.following.get(number) is obedience:
+        item = self.next_item(number)
+        if item is None:
+            obedience.advance()
+        elif not self.on_message(number, item) and self.following.get(number) is obedience:
             if (problem := obedience.take(item.slice, item.message, item.payload)) is not None:
                 links.drop(item.slice, problem)
             if obedience.advance() is not None:
                 del self.following[number]
         return True
+
+    def next_item(self, number: int) -> Item | None:
+        """Return the next item of a slice's connections, which have one."""
+        return self.links[number].inbox.popleft()
 
     def lead(self, least: int = 1, straggler_s: float = 3.0) -> Leadership:
         """Let slice 0 lead the others, which all have its state."""
