@@ -55,9 +55,7 @@ class ObeyingHost:
         stop: is set when this process shall end.
     """
 
-    def __init__(
-        self, member: SliceMember, links: SliceLinks, group: GroupMember, stop: threading.Event
-    ) -> None:
+    def __init__(self, member: SliceMember, links: SliceLinks, group: GroupMember, stop: threading.Event) -> None:
         self.member, self._links, self._group, self._stop = member, links, group, stop
         # The changes of this host while its slice leads.
         self.changes = HostChanges(member)
