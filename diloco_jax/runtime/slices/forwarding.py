@@ -10,7 +10,7 @@ from diloco_jax.runtime.slices.member import SliceMember
 from diloco_jax.runtime.slices.messages import AdoptValue, GoBack, Overwrite, Value
 
 
-class Changes(Protocol):
+class ForwardedChanges(Protocol):
     """The changes of the leader's slice, which one host of it forwards."""
 
     # Whether the slices have a state of an earlier incarnation, which the learner has not loaded.
@@ -54,7 +54,7 @@ class ForwardingIsland:
         member: this host of the slice.
     """
 
-    def __init__(self, changes: Changes, member: SliceMember) -> None:
+    def __init__(self, changes: ForwardedChanges, member: SliceMember) -> None:
         self._changes, self._member = changes, member
         self._island = member.loop.island
 

@@ -5,7 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.runtime.slices.messages import BeginCopy, Turn
-from diloco_jax.runtime.slices.orders import ORDERS, AskedToEnd, Drop, HasCopy, HasValue, Progress, Reaches, Ready
+from diloco_jax.runtime.slices.orders import (
+    ORDERS,
+    AskedToEnd,
+    Disconnect,
+    HasCopy,
+    HasValue,
+    HostReady,
+    Reaches,
+    TurnProgress,
+)
 from diloco_jax.transport.commands import HostOrder
 from diloco_jax.transport.slices.links import Item, SliceJoined, SliceLinks
 
@@ -52,7 +61,7 @@ class LedHosts(SliceHosts):
     def __init__(self, count: int, send: Callable[[HostOrder], object]) -> None:
         self._others = range(1, count)
         self._send = send
-        self._progress: dict[int, Progress] = {}
+        self._progress: dict[int, TurnProgress] = {}
         self._values: dict[int, set[tuple[int, int]]] = {host: set() for host in self._others}
         # How often they were ordered to wait for a copy, and which of these copies each has.
         self._asked = 0
@@ -62,10 +71,10 @@ class LedHosts(SliceHosts):
         self._asked += isinstance(message, BeginCopy)
         self._send(HostOrder(ORDERS.pack(message).decode()))
 
-    def take(self, host: int, report: Progress | HasValue | HasCopy) -> None:
+    def take(self, host: int, report: TurnProgress | HasValue | HasCopy) -> None:
         """Take a report."""
         match report:
-            case Progress():
+            case TurnProgress():
                 self._progress[host] = report
                 # Every change of an earlier term, or up to this turn, was made or never will be.
                 at = report.term, report.change
@@ -75,7 +84,7 @@ class LedHosts(SliceHosts):
             case HasCopy(asked):
                 self._copies[host] = asked
 
-    def _of(self, turn: Turn) -> list[Progress]:
+    def _of(self, turn: Turn) -> list[TurnProgress]:
         at = turn.term, turn.change, turn.attempt
         told = [self._progress[host] for host in self._others if host in self._progress]
         return [each for each in told if (each.term, each.change, each.attempt) == at]
@@ -147,7 +156,7 @@ class JointLinks:
         """End the connections of all hosts with a slice."""
         self._links.drop(number, reason)
         if number != self._own:
-            self._hosts.order(Drop(number, reason))
+            self._hosts.order(Disconnect(number, reason))
 
     def _sort(self, item: Item) -> None:
         if item.slice == self._own:
@@ -171,7 +180,7 @@ class JointLinks:
                 self._reached[host] = {**others, slice_: session} if connected else others
                 if not connected:
                     self._lose(slice_, f"host {host}: {reason}")
-            case Ready():
+            case HostReady():
                 self._unready.discard(host)
             case AskedToEnd():
                 self._on_asked()

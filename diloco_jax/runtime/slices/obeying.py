@@ -30,16 +30,16 @@ from diloco_jax.runtime.slices.orders import (
     REPORTS,
     AskedToEnd,
     BeginTerm,
-    Drop,
+    Disconnect,
     EndTerm,
     HasCopy,
     HasValue,
+    HostReady,
     LoadCopy,
-    Progress,
     Reaches,
-    Ready,
     Receivers,
     Serve,
+    TurnProgress,
 )
 from diloco_jax.transport.commands import Command, HostEnd, HostOrder, HostReport
 from diloco_jax.transport.group.group import GroupMember
@@ -64,10 +64,10 @@ class ObeyingHost:
         # How often host 0 has ordered to wait for a copy.
         self._asked = 0
         # The last reports of a turn and of a copy.
-        self._told: Progress | None = None
+        self._told: TurnProgress | None = None
         self._told_copy = 0
         self._told_stop = False
-        self._report(Ready())
+        self._report(HostReady())
 
     def put(self, command: Command) -> bool:
         """Take a command of host 0, after those before it; tell whether it is the last one of its kind. Any thread."""
@@ -120,7 +120,7 @@ class ObeyingHost:
                 member.give(to, change, lambda body: start_thread(body, "give", daemon=True))
             case Receivers(slices):
                 self.changes.receivers = slices
-            case Drop(slice_, reason):
+            case Disconnect(slice_, reason):
                 self._links.drop(slice_, reason)
 
     def _forget_values(self, until: tuple[int, int]) -> None:
@@ -155,7 +155,7 @@ class ObeyingHost:
         exchange, copy = self.member.exchange, self.member.receiving
         if exchange is not None:
             turn, lacks = exchange.turn, tuple(sorted(exchange.lacks))
-            progress = Progress(turn.term, turn.change, turn.attempt, exchange.complete, lacks)
+            progress = TurnProgress(turn.term, turn.change, turn.attempt, exchange.complete, lacks)
             if progress != self._told:
                 self._told = progress
                 self._report(progress)

@@ -32,7 +32,7 @@ class Receivers(NamedTuple):
     slices: tuple[int, ...]
 
 
-class Drop(NamedTuple):
+class Disconnect(NamedTuple):
     """Order to end the connection with another slice."""
 
     slice: int
@@ -45,7 +45,7 @@ class Serve(NamedTuple):
     incarnation: int
 
 
-class Ready(NamedTuple):
+class HostReady(NamedTuple):
     """First report: the sender has compiled its programs, and listens for other slices."""
 
 
@@ -59,7 +59,7 @@ class Reaches(NamedTuple):
     reason: str
 
 
-class Progress(NamedTuple):
+class TurnProgress(NamedTuple):
     """Report of the slices that the sender waits for in an attempt of a turn, and whether it holds its whole mean."""
 
     term: int
@@ -87,5 +87,5 @@ class AskedToEnd(NamedTuple):
     """Report that the sender's process was asked to end."""
 
 
-ORDERS = Vocabulary((BeginTerm, EndTerm, LoadCopy, Receivers, Drop, Serve, BeginCopy, Give, Turn, *CHANGES))
-REPORTS = Vocabulary((Ready, Reaches, Progress, HasValue, HasCopy, AskedToEnd))
+ORDERS = Vocabulary((BeginTerm, EndTerm, LoadCopy, Receivers, Disconnect, Serve, BeginCopy, Give, Turn, *CHANGES))
+REPORTS = Vocabulary((HostReady, Reaches, TurnProgress, HasValue, HasCopy, AskedToEnd))
