@@ -114,11 +114,11 @@ class IslandsConfig:
     number. If one process fails, the island or the slice restarts as a whole. Set it for an island of several GPU
     machines."""
     slices: int = 1
-    """Parts of an island that share the batch of a step equally; each has the whole model, and islands.hosts processes
-    with separate devices. If one fails, the others continue without a restart, and it returns later. In each step they
-    exchange gradients in float32 over the network. The model must have no state beside its parameters, such as batch
-    statistics. Set it if an island has several machines with a fast network between them, and must survive the loss of
-    one."""
+    """Slices of an island. They share the batch of a step equally, and each has the whole model on separate devices, in
+    islands.hosts processes. If one fails, the others continue without a restart, and it returns later. In each step
+    they exchange gradients in float32 over the network. The model must have no state beside its parameters, such as
+    batch statistics. Set it if an island has several machines with a fast network between them, and must survive the
+    loss of one."""
     slices_least: int = 1
     """Number of slices that an island needs; while fewer are connected, it waits. Set it if steps of a few slices would
     be too slow, or their batch too small with slices_batch shrink."""

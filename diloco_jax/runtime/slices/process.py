@@ -193,6 +193,9 @@ class SliceProcess:
         while True:
             try:
                 command = obeying.get(POLL_S)
+            # Another start may succeed, which a ValueError of this process would deny.
+            except ValueError as error:
+                die(f"it cannot do what host 0 of its slice does: {error}")
             except queue.Empty:
                 pulse.beat()
                 pulse.ready(member.standing.change > 0)
