@@ -125,19 +125,19 @@ def limit_jax(environment: MutableMapping[str, str], machine: Machine) -> None:
     environment["JAX_PLATFORMS"] = "cuda,cpu" if machine.gpus else "cpu"
 
 
-def settings_of(config: RunConfig, name: str, machine: Machine, host: int = 0) -> dict[str, str]:
+def settings_of(config: RunConfig, name: str, machine: Machine, place: int = 0) -> dict[str, str]:
     """Return the environment variables that give a process of a local run its devices.
 
     Args:
         name: `syncer`, an island, the process that drives all islands, or the trainer.
-        host: number of the process in an island of several.
+        place: number of the process among those of its island; the hosts of slice 0 come first.
 
     Raises:
         ValueError: the machine does not have the devices that the islands need.
     """
     own = config.island(name)
     if name != "syncer" and not machine.emulates:
-        return _gpu_settings(config, name, machine, host) if machine.gpus else {}
+        return _gpu_settings(config, name, machine, place) if machine.gpus else {}
     if name == "syncer":
         devices = 1
     elif own.topology:
@@ -163,18 +163,23 @@ def _hosts(config: RunConfig, name: str) -> int:
     return config.island(name).hosts if config.algorithm == "decoupled" else 1
 
 
-def _gpu_settings(config: RunConfig, name: str, machine: Machine, host: int) -> dict[str, str]:
+def _slices(config: RunConfig) -> int:
+    return config.islands.slices if config.algorithm == "decoupled" else 1
+
+
+def _gpu_settings(config: RunConfig, name: str, machine: Machine, place: int) -> dict[str, str]:
     shares = gpu_shares(config, machine)
     if name not in shares:
         # A learner with another name was started by the user, who chose its devices.
         return {}
-    gpus, hosts = shares[name], _hosts(config, name)
-    if len(gpus) % hosts:
+    gpus, processes = shares[name], _slices(config) * _hosts(config, name)
+    if len(gpus) % processes:
         raise ValueError(
-            f"{name}: {hosts} hosts cannot share {count_of(len(gpus), 'GPU')} equally; change islands.hosts"
+            f"{name}: {processes} processes cannot share {count_of(len(gpus), 'GPU')} equally; change islands.hosts or "
+            "islands.slices"
         )
-    each = len(gpus) // hosts
-    settings = {VISIBLE_GPUS: ",".join(gpus[host * each : (host + 1) * each])}
+    each = len(gpus) // processes
+    settings = {VISIBLE_GPUS: ",".join(gpus[place * each : (place + 1) * each])}
     together = max(sum(gpu in others for others in shares.values()) for gpu in gpus)
     if together > 1 and not machine.memory_chosen:
         settings[MEMORY_SETTINGS[0]] = f"{memory_share(together):.2f}"
@@ -190,7 +195,8 @@ def gpu_shares(config: RunConfig, machine: Machine) -> dict[str, tuple[str, ...]
     """Share the GPUs among the processes that train; ValueError if the config needs more GPUs."""
     gpus, baseline = machine.gpus, config.algorithm == "data_parallel"
     names = ("",) if baseline else config.islands.names
-    wanted = [config.island(name).devices for name in names]
+    # The devices of an island are those of one of its slices.
+    wanted = [_slices(config) * config.island(name).devices for name in names]
     if sum(wanted) > len(gpus):
         raise ValueError(
             f"islands.devices asks for {count_of(sum(wanted), 'device')} in all, but this machine has "
@@ -248,9 +254,9 @@ def check(config: RunConfig, machine: Machine) -> str:
 def _check_gpus(config: RunConfig, machine: Machine) -> str:
     shares = gpu_shares(config, machine)
     for name, gpus in shares.items():
-        _gpu_settings(config, name, machine, host=0)
+        _gpu_settings(config, name, machine, place=0)
         if name in config.islands.names:
-            config.check_mesh(config.island(name)._replace(devices=len(gpus)))
+            config.check_mesh(config.island(name)._replace(devices=len(gpus) // _slices(config)))
     used = {gpu for gpus in shares.values() for gpu in gpus}
     idle = f"; {len(machine.gpus) - len(used)} idle" if len(machine.gpus) > len(used) else ""
     have = count_of(len(used), "GPU")

@@ -186,7 +186,9 @@ class LocalRun:
         self, name: str, arguments: list[str], host: int = 0, variables: Mapping[str, str] = MappingProxyType({})
     ) -> Process:
         """Start a process of this program, or of islands.command if `arguments` is empty, with further `variables`."""
-        environment = {**child_environment(self._config, split_slice(name)[0], self._machine, host), **variables}
+        island, number = split_slice(name)
+        place = number * self._config.island(island).hosts + host
+        environment = {**child_environment(self._config, island, self._machine, place), **variables}
         title = f"{name}.standby" if "--standby" in arguments else f"{name}.host-{host}" if host else name
         process = self._start_process(title, arguments, environment)
         shares_cores = self._machine.emulates and hasattr(os, "sched_setaffinity")
@@ -423,13 +425,19 @@ def next_incarnation(run_dir: Path, name: str) -> int:
     return max([int(time.time() * 1000), *(number + 1 for number in earlier)])
 
 
-def child_environment(config: RunConfig, name: str, machine: Machine | None = None, host: int = 0) -> Mapping[str, str]:
-    """Return the environment of a child: its devices, and this process as the parent that it must not outlive."""
+def child_environment(
+    config: RunConfig, name: str, machine: Machine | None = None, place: int = 0
+) -> Mapping[str, str]:
+    """Return the environment of a child: its devices, and this process as the parent that it must not outlive.
+
+    Args:
+        place: as for `settings_of`.
+    """
     machine = look(os.environ) if machine is None else machine
     environment = dict(os.environ)
     environment[PARENT_ENV] = str(os.getpid())
     environment["PYTHONUNBUFFERED"] = "1"
-    settings = settings_of(config, name, machine, host)
+    settings = settings_of(config, name, machine, place)
     environment.update(settings)
     if settings.get("JAX_PLATFORMS") == "cpu":
         # With huge pages for large arrays a step takes 20 to 33 % less time on Linux.

@@ -99,7 +99,7 @@ def spawn_python(
         folder: folder for the child's log.
         host: number of the process in an island of several.
     """
-    environment = dict(child_environment(config, name, host=host))
+    environment = dict(child_environment(config, name, place=host))
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "scripts" / "bench")])
     title = host_name(name, host)
     with (folder / f"{title}.log").open("ab") as log:

@@ -91,6 +91,14 @@ def test_jax_looks_only_for_what_can_be_here(machine: Machine, environ: dict[str
     assert environ.get("JAX_PLATFORMS") == expected
 
 
+@pytest.mark.parametrize(("devices", "expected"), [("auto", "01 23 45 67"), (1, "0 1 2 3")])
+def test_slices_share_the_gpus_of_their_island(devices: int | str, expected: str) -> None:
+    config = run_of(2, devices, slices=2)
+    places = [(name, place) for name in config.islands.names for place in range(2)]
+    found = [settings_of(config, name, Machine(GPUS), place)[VISIBLE] for name, place in places]
+    assert found == [",".join(each) for each in expected.split()]
+
+
 @pytest.mark.parametrize(
     ("count", "devices", "gpus", "expected", "words"),
     [
@@ -123,7 +131,7 @@ def test_one_process_for_all_islands_and_hosts_of_one() -> None:
     assert settings_of(numbers, "islands", Machine(GPUS)) == {VISIBLE: "0,1,2,3"}
     assert settings_of(numbers, "islands", Machine())["JAX_NUM_CPU_DEVICES"] == "4"
     hosts = run_of(2, hosts=2)
-    assert settings_of(hosts, "island-1", Machine(GPUS), host=1) == {VISIBLE: "6,7"}
+    assert settings_of(hosts, "island-1", Machine(GPUS), place=1) == {VISIBLE: "6,7"}
     assert settings_of(hosts, "island-1", Machine(), host=1)["JAX_NUM_CPU_DEVICES"] == "1"
     baseline = parse(merged(SMALL, {"algorithm": "data_parallel"}), "test")
     assert settings_of(baseline, "trainer", Machine(GPUS)) == {VISIBLE: "0,1"}
@@ -133,7 +141,7 @@ def test_one_process_for_all_islands_and_hosts_of_one() -> None:
     ("config", "machine", "words"),
     [
         (run_of(4, 2), Machine(GPUS[:1]), "8 devices in all, but this machine has 1 GPU; set islands.devices to auto"),
-        (run_of(2, hosts=3), Machine(GPUS), "island-0: 3 hosts cannot share 4 GPUs equally"),
+        (run_of(2, hosts=3), Machine(GPUS), "island-0: 3 processes cannot share 4 GPUs equally"),
         (run_of(2, each={"island-1": {"devices": 8}}), Machine(GPUS), "none is left for islands with devices auto"),
         (run_of(2), Machine(tpu_chips=4), "set islands.controller to single"),
         (run_of(1), Machine(GPUS[:7]), "batch of 24 sequences cannot be shared equally by 7 devices"),
