@@ -21,6 +21,7 @@ from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import learner_dir, load_config, show
 from diloco_jax.protocol.messages import RUN_COMPLETE
 from diloco_jax.runtime.local.machine import CONTROLLER
+from diloco_jax.runtime.local.standby import AT_INPUT
 from diloco_jax.runtime.records.files import PAGE_TOKEN, nothing_to_do
 from diloco_jax.runtime.records.liveness import loop_name, tell_phase
 from diloco_jax.runtime.records.log_lines import formatter
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from diloco_jax.runtime.model.evaluation import Evaluator
     from diloco_jax.runtime.model.offered import OfferedModel
     from diloco_jax.runtime.records.folder_lock import LearnerLock
+    from diloco_jax.runtime.records.pulse import Pulse
     from diloco_jax.settings.run import RunConfig
 
 PAGE_END_S = 5.0
@@ -323,7 +325,7 @@ def _learner_options(parser: Parser) -> None:
 def learner(arguments: argparse.Namespace) -> int:
     from diloco_jax.transport.link import check_address, check_name
 
-    if arguments.syncer:
+    if arguments.syncer and arguments.syncer != AT_INPUT:
         check_address(arguments.syncer, "--syncer")
     config = _with_own_data(load_config(arguments), arguments.island, arguments.data)
     _check_slice(arguments, config.islands.slices)
@@ -396,7 +398,8 @@ def _learner_lock(run_dir: Path, name: str) -> LearnerLock:
 
 def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held: ExitStack) -> int:
     stop = _begin_process(run_dir)
-    address = "" if arguments.standby else _await_syncer(arguments, run_dir, config, stop, [arguments.island])
+    waits = arguments.standby or arguments.syncer == AT_INPUT
+    address = "" if waits else _await_syncer(arguments, run_dir, config, stop, [arguments.island])
     log.info(IMPORTING)
     with without_collections():
         from diloco_jax.runtime.island.join import join, leave
@@ -407,14 +410,22 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
         from diloco_jax.training.data.corpus import load_source
 
     make: Callable[[Joining, Event], LearnerRun] = LearnerRun
-    if arguments.standby:
-        from diloco_jax.runtime.local.standby import stand_by
+    pulse: Pulse | None = None
+    if waits:
+        from diloco_jax.runtime.local.loading import come_early, stand_by
 
-        go = stand_by(config, run_dir, arguments.island, loads=arguments.name != CHAOS_LEARNER)
-        if go is None:
+        loads = arguments.name != CHAOS_LEARNER
+        if arguments.standby:
+            went = stand_by(config, run_dir, arguments.island, loads=loads)
+        else:
+            pulse = island_pulse(config, run_dir, arguments.island)
+            came = come_early(config, arguments.island, pulse, loads=loads)
+            went = None if came is None else (came[0], arguments.incarnation, came[1])
+        if went is None:
             return 0
-        address, arguments.incarnation, loaded = go
-        held.enter_context(_learner_lock(run_dir, arguments.island))
+        address, arguments.incarnation, loaded = went
+        if arguments.standby:
+            held.enter_context(_learner_lock(run_dir, arguments.island))
         if loaded is not None:
             make = partial(LearnerRun, make_loop=lambda *_: loaded)
     if arguments.name == CHAOS_LEARNER:
@@ -436,7 +447,7 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
     if config.islands.slices > 1:
         return _in_slices(arguments, config, run_dir, address, stop, hosts)
     incarnation = incarnation if hosts is None else hosts.incarnation
-    pulse = island_pulse(config, run_dir, arguments.island, 0 if hosts is None else hosts.host)
+    pulse = pulse or island_pulse(config, run_dir, arguments.island, 0 if hosts is None else hosts.host)
     joining = Joining(config, arguments.island, incarnation, address, run_dir, pulse, hosts)
     if hosts is not None and hosts.host:
         return follow(joining, stop)
@@ -555,7 +566,7 @@ def compile_ahead(arguments: argparse.Namespace) -> int:
     report = partial(tell_phase, Path(arguments.run_dir), f"compiler-{arguments.island}")
     report(IMPORTING)
     _begin_process(Path(arguments.run_dir))
-    from diloco_jax.runtime.local.standby import compiled_loop
+    from diloco_jax.runtime.local.loading import compiled_loop
 
     compiled_loop(config, arguments.island, report)
     report("")

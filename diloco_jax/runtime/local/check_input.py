@@ -97,7 +97,8 @@ def check_parts(config: RunConfig, *, weights: bool = True) -> None:
         raise ValueError(
             f"islands.command {config.islands.command[0]!r} is not a program here; name one, such as python"
         )
-    find_trackers(config.trackers)
+    # The syncer imports them.
+    find_trackers(config.trackers, imports=False)
     find_callbacks(config.callbacks)
     if not config.model.own:
         learning_rate(config.optimizer, config.planned_steps)

@@ -112,7 +112,7 @@ class Silence:
     """
 
     def __init__(self, watched: Process) -> None:
-        self._watched = watched
+        self.watched = watched
         self._seen = self._look()
         self._since_s = time.monotonic()
 
@@ -123,15 +123,18 @@ class Silence:
             self._seen, self._since_s = (used_s, written), time.monotonic()
         return time.monotonic() - self._since_s
 
+    def ended(self) -> bool:
+        return self.watched.process.poll() is not None
+
     def _look(self) -> tuple[float, int]:
         """Return the used processor time and the size of the log; 0 for what the system does not tell."""
         used_s, written = 0.0, 0
         with contextlib.suppress(OSError, ValueError):
-            fields = Path(f"/proc/{self._watched.process.pid}/stat").read_text(encoding="ascii", errors="replace")
+            fields = Path(f"/proc/{self.watched.process.pid}/stat").read_text(encoding="ascii", errors="replace")
             user, system = fields.rpartition(")")[2].split()[11:13]
             used_s = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
         with contextlib.suppress(OSError):
-            written = self._watched.log.stat().st_size
+            written = self.watched.log.stat().st_size
         return used_s, written
 
 

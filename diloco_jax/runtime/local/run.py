@@ -19,7 +19,7 @@ from types import MappingProxyType
 from diloco_jax.runtime.local.ends import IslandEnd, rule_of
 from diloco_jax.runtime.local.machine import CONTROLLER, Machine, check, count_of, look, settings_of
 from diloco_jax.runtime.local.processes import GRACE_S, Child, Machines, Process, Silence, free_address
-from diloco_jax.runtime.local.standby import Spares, shared_by_several
+from diloco_jax.runtime.local.standby import AT_INPUT, EarlyIslands, Spares, shared_by_several
 from diloco_jax.runtime.own_loop.environment import ISLAND_ENV, SYNCER_ENV
 from diloco_jax.runtime.own_loop.surroundings import (
     CONFIG_ENV,
@@ -83,12 +83,13 @@ class LocalRun:
         self._address = ""
         self._islands: dict[str, Child] = {}
         self._syncer: Child | None = None
-        self._compilers: list[Process] = []
+        self._compilers: list[Silence] = []
         # The addresses of the slices of each island, for each of their hosts.
         self._slices: dict[str, list[str]] = {}
         self._config_path = str(run_dir / CONFIG_FILE)
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
         self._spares = Spares(run_dir, self._start_spare)
+        self._early = EarlyIslands(self._start_early)
         self._machine, self._machines = look(os.environ), machines
         say(check(config, self._machine) if machines is None else machines.describe())
 
@@ -102,6 +103,7 @@ class LocalRun:
             else:
                 self._start_compilers()
                 self._syncer = self._start_syncer(["--rewind"] if self._resume else [])
+                self._early.begin(self._names_early())
                 try:
                     address = self._address = self._await_address()
                 except RunFailed:
@@ -124,15 +126,31 @@ class LocalRun:
         ):
             words = ["compile", self._config_path, "--island", name]
             environment = child_environment(self._config, name, self._machine)
-            self._compilers.append(self._start_process(f"compiler-{name}", words, environment))
+            self._compilers.append(Silence(self._start_process(f"compiler-{name}", words, environment)))
 
     def _await_compilers(self) -> None:
         """Wait until the shared programs are compiled; islands compile missing programs themselves."""
-        silences = [Silence(each) for each in self._compilers]
-        while not self._stop.is_set() and any(each.seconds() < SILENT_MAX_S for each in silences):
-            if all(each.process.poll() is not None for each in self._compilers):
-                return
+        while not (self._stop.is_set() or self._compiled()):
             time.sleep(POLL_S)
+        self._early.load()
+
+    def _compiled(self) -> bool:
+        """Tell whether every compiler has ended, or makes no progress."""
+        return all(each.ended() or each.seconds() >= SILENT_MAX_S for each in self._compilers)
+
+    def _names_early(self) -> list[str]:
+        """Name the islands that can start before the syncer listens: single processes of the built-in loop, here."""
+        islands = self._config.islands
+        if self._machines is not None or islands.command or islands.controller == "single" or islands.slices > 1:
+            return []
+        return [name for name in islands.names if self._config.island(name).hosts == 1]
+
+    def _start_early(self, name: str) -> Process:
+        return self._start(name, self._learner_words(name, AT_INPUT, str(next_incarnation(self._run_dir, name))))
+
+    def _learner_words(self, name: str, address: str, incarnation: str) -> list[str]:
+        words = ["learner", self._config_path, "--island", name, "--syncer", address]
+        return [*words, "--incarnation", incarnation]
 
     def _start_syncer(self, options: Sequence[str] = ()) -> Child:
         return Child("syncer", [self._start("syncer", ["syncer", self._config_path, *options])])
@@ -142,6 +160,8 @@ class LocalRun:
             return Child(name, [self._start(name, [CONTROLLER, self._config_path, "--syncer", address])])
         if self._config.islands.slices > 1:
             return Child(name, self._start_slice(name, address))
+        if (early := self._early.take(name, address)) is not None:
+            return Child(name, [early])
         incarnation, hosts = str(next_incarnation(self._run_dir, name)), self._config.island(name).hosts
         if self._machines is not None:
             return Child(name, self._machines.start(name, address, incarnation))
@@ -160,7 +180,7 @@ class LocalRun:
             )
         if (spare := self._spares.take(name, address, incarnation)) is not None:
             return Child(name, [spare])
-        words = ["learner", self._config_path, "--island", name, "--syncer", address, "--incarnation", incarnation]
+        words = self._learner_words(name, address, incarnation)
         if hosts == 1:
             return Child(name, [self._start(name, words)])
         words += ["--coordinator", coordinator]
@@ -211,7 +231,7 @@ class LocalRun:
             begins = stream.tell()
             process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE if "--standby" in arguments else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if {"--standby", AT_INPUT} & {*arguments} else subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -225,6 +245,8 @@ class LocalRun:
         path = self._run_dir / ADDRESS_FILE
         silence = Silence(self._syncer.hosts[0])
         while not self._stop.is_set():
+            if self._compiled():
+                self._early.load()
             # The syncer may write its address and then fail, so its end is checked first.
             ended = self._syncer.poll() is not None
             if text := _read(path):
@@ -374,9 +396,10 @@ class LocalRun:
     def _end_all(self) -> None:
         """End all processes: ask them to stop, wait, then kill those that are left."""
         self._spares.end()
+        self._early.end()
         for each in self._compilers:
-            each.process.kill()
-            each.process.wait()
+            each.watched.process.kill()
+            each.watched.process.wait()
         # Islands of a complete run end by themselves. The user's loop may have more to do after the run.
         ends_s = time.monotonic() + (GRACE_S if complete(self._run_dir) else 0.0)
         while time.monotonic() < ends_s and any(child.poll() is None for child in self._islands.values()):

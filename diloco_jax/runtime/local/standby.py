@@ -4,29 +4,69 @@ A spare waits for one line on its standard input, which makes it an island. Befo
 certificate or tape, and only the supervisor knows it. On emulated devices a spare loads the model and its programs. An
 accelerator belongs to its island, so a spare for it has only done its imports.
 
+At the start of a run the islands wait in the same way: they import while the syncer starts, and load as soon as their
+programs are compiled. Such an early island has its incarnation and its log from the first moment.
+
 Emulated islands of the same kind also share programs: one process compiles them while the syncer starts, and all
 islands load them. Compiling takes such an island several times as long as everything else before its first step, and
 islands that share cores would all compile at the same time. Islands with accelerators compile for themselves.
 """
 
-import contextlib
-import importlib
-import os
-import sys
-import threading
-from collections.abc import Callable
-from pathlib import Path
+from __future__ import annotations
 
-from diloco_jax.runtime.island.built_in import LOADING, BuiltInLoop
-from diloco_jax.runtime.island.host import Host, Report
+import contextlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from diloco_jax.runtime.local.machine import Machine, emulated_devices
 from diloco_jax.runtime.local.processes import Process
 from diloco_jax.runtime.records.files import HEALTH, LOGS
-from diloco_jax.settings.resolved import resolve
-from diloco_jax.settings.run import RunConfig
 
-# The nice value of a spare that loads.
-LOW_PRIORITY = 19
+if TYPE_CHECKING:
+    from diloco_jax.settings.run import RunConfig
+
+# The value of --syncer of an early island: it reads the address from its standard input.
+AT_INPUT = "-"
+# The first line for an early island: its programs are compiled, or nobody compiles them for it.
+COMPILED = "compiled\n"
+
+
+class EarlyIslands:
+    """The islands of a run that its supervisor starts before the syncer listens, by name."""
+
+    def __init__(self, start: Callable[[str], Process]) -> None:
+        self._start = start
+        self._islands: dict[str, Process] = {}
+        self._compiled = False
+
+    def begin(self, names: Iterable[str]) -> None:
+        self._islands = {name: self._start(name) for name in names}
+
+    def load(self) -> None:
+        """Let the islands load their programs; calls after the first have no effect."""
+        if self._compiled:
+            return
+        self._compiled = True
+        for island in self._islands.values():
+            _send(island, COMPILED)
+
+    def take(self, name: str, address: str) -> Process | None:
+        """Let an island join the run at this address; None if it was not started early.
+
+        An island that has ended meanwhile is returned too, since the supervisor handles every end in the same way.
+        """
+        island = self._islands.pop(name, None)
+        if island is not None:
+            _close(island, f"{address.strip()}\n")
+        return island
+
+    def end(self) -> None:
+        """End the islands that have no address yet."""
+        for island in self._islands.values():
+            island.process.kill()
+            island.process.wait()
+            _close(island)
 
 
 class Spares:
@@ -41,13 +81,13 @@ class Spares:
         """Start a spare for an island that trains, if this incarnation had none and no other spare is loading."""
         loading = any(each.process.poll() is None and not self.ready(other) for other, each in self._spares.items())
         if name not in self._spares and not loading and (self._run_dir / HEALTH / f"{name}.ready").exists():
-            _mark(self._run_dir, name).unlink(missing_ok=True)
+            mark_of(self._run_dir, name).unlink(missing_ok=True)
             self._spares[name] = self._start(name)
 
     def ready(self, name: str) -> bool:
         """Tell whether an island has a spare that is loaded and waits."""
         spare = self._spares.get(name)
-        return spare is not None and spare.process.poll() is None and _mark(self._run_dir, name).exists()
+        return spare is not None and spare.process.poll() is None and mark_of(self._run_dir, name).exists()
 
     def take(self, name: str, address: str, incarnation: str) -> Process | None:
         """Turn the spare of an island into the island, even if it still loads; None if there is no spare."""
@@ -64,16 +104,27 @@ class Spares:
             _close(spare)
 
 
-def _close(spare: Process, words: str = "") -> bool:
-    """Send the last line to a spare; False if it has ended."""
-    pipe = spare.process.stdin
-    assert pipe is not None, "a spare has a pipe"
+def _send(waiting: Process, words: str) -> bool:
+    """Send a line to a process that waits for it; False if it has ended."""
+    pipe = waiting.process.stdin
+    assert pipe is not None, "a process that waits has a pipe"
     try:
-        with pipe:
-            pipe.write(words.encode())
+        pipe.write(words.encode())
+        pipe.flush()
     except OSError:
         return False
     return True
+
+
+def _close(waiting: Process, words: str = "") -> bool:
+    """Send the last line to a process that waits for it; False if it has ended."""
+    sent = _send(waiting, words)
+    pipe = waiting.process.stdin
+    assert pipe is not None
+    # Words that could not be sent are flushed once more.
+    with contextlib.suppress(OSError):
+        pipe.close()
+    return sent
 
 
 def shared_by_several(config: RunConfig, machine: Machine) -> list[str]:
@@ -89,73 +140,6 @@ def shared_by_several(config: RunConfig, machine: Machine) -> list[str]:
     return [names[0] for names in kinds.values() if len(names) * config.islands.slices > 1]
 
 
-def compiled_loop(config: RunConfig, island: str, report: Report = lambda words: None) -> BuiltInLoop:
-    """Return the loop of an island with all of its programs compiled, and stored in the folder of `keep_programs`."""
-    report(LOADING)
-    loop = BuiltInLoop(config.of_island(island), island)
-    host = Host(resolve(config, loop.island.shapes, loop.island.kinds), loop.island, loop.warm_up_steps, loop.evaluate)
-    host.warm_up(report)
-    report("compiling the evaluation")
-    host.warm_up_evaluation()
-    return loop
-
-
-def stand_by(config: RunConfig, run_dir: Path, name: str, *, loads: bool) -> tuple[str, int, BuiltInLoop | None] | None:
-    """Load what an island needs, and wait for the line that makes this process the island.
-
-    Args:
-        loads: load the model and its programs if devices are emulated.
-
-    Returns:
-        The syncer's address, the incarnation, and the loop if it is loaded; None if the line never comes.
-    """
-    undo = _lower_priority()
-    # The order of samples needs Grain, which a learner imports only when it draws the order.
-    for module in ("diloco_jax.runtime.learner.run", "grain"):
-        importlib.import_module(module)
-    loop = compiled_loop(config, name) if loads and os.environ.get("JAX_PLATFORMS") == "cpu" else None
-    mark = _mark(run_dir, name)
-    mark.touch()
-    words = sys.stdin.readline().split()
-    with contextlib.suppress(OSError):
-        mark.unlink(missing_ok=True)
-    if len(words) != 2:
-        return None
-    undo()
-    log = os.open(run_dir / LOGS / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.close(log)
-    return words[0], int(words[1]), loop
-
-
-def _mark(run_dir: Path, name: str) -> Path:
+def mark_of(run_dir: Path, name: str) -> Path:
     """Return the file that a spare creates when it is loaded and waits."""
     return run_dir / HEALTH / f"{name}.standby"
-
-
-def _lower_priority() -> Callable[[], None]:
-    """Lower the priority of this process, if the system allows to undo that; return the function that undoes it."""
-    before, may = os.nice(0), []
-
-    # On Linux each thread has a priority.
-    def try_it() -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), before + 1)
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), before)
-            may.append(True)
-
-    thread = threading.Thread(target=try_it)
-    thread.start()
-    thread.join()
-    if not may or not sys.platform.startswith("linux"):
-        return lambda: None
-    os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
-
-    def undo() -> None:
-        # Threads that were started since then have the low priority too. Some may have ended.
-        for thread_id in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, int(thread_id), before)
-
-    return undo

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.util
 import logging
 import math
 import queue
@@ -92,8 +93,11 @@ def close_all(asides: Iterable[Aside], within_s: float) -> None:
         aside.close(ends_s)
 
 
-def find_trackers(names: Sequence[str]) -> dict[str, type]:
+def find_trackers(names: Sequence[str], *, imports: bool = True) -> dict[str, type]:
     """Return the classes of trackers by name.
+
+    Args:
+        imports: import the packages of trackers, which may take seconds; otherwise only look whether they are here.
 
     Raises:
         ValueError: a tracker is not installed, cannot be loaded, or lacks a method.
@@ -101,7 +105,7 @@ def find_trackers(names: Sequence[str]) -> dict[str, type]:
     found = {}
     for name in names:
         found[name], package = BUILT_IN[name] if name in BUILT_IN else (_class_of("trackers", name), "")
-        if package and not _installed(package):
+        if package and not (_imported(package) if imports else _installed(package)):
             raise ValueError(f"trackers has {name}, which is not installed; {install_hint(name)}")
         if missing := [method for method in TRACKER_METHODS if not hasattr(found[name], method)]:
             raise ValueError(f"trackers: '{name}' lacks {' and '.join(missing)}; see docs/metrics.md")
@@ -109,9 +113,15 @@ def find_trackers(names: Sequence[str]) -> dict[str, type]:
 
 
 def _installed(package: str) -> bool:
+    """Tell whether a package is here, without importing it."""
+    # A folder of that name can be imported too, but it has no file.
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def _imported(package: str) -> bool:
     """Import a package before the threads of trackers do, because two imports at once may fail in Python 3.11."""
     try:
-        # A folder of that name can be imported too, but it has no file.
         return importlib.import_module(package).__file__ is not None
     except ImportError:
         return False
