@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import learner_dir, load_config, show
-from diloco_jax.protocol.messages import RUN_COMPLETE
-from diloco_jax.runtime.local.machine import CONTROLLER
-from diloco_jax.runtime.local.standby import AT_INPUT
+from diloco_jax.runtime.local.machine import AT_INPUT, CONTROLLER
 from diloco_jax.runtime.records.files import PAGE_TOKEN, nothing_to_do
 from diloco_jax.runtime.records.liveness import loop_name, tell_phase
 from diloco_jax.runtime.records.log_lines import formatter
@@ -402,6 +400,7 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
     address = "" if waits else _await_syncer(arguments, run_dir, config, stop, [arguments.island])
     log.info(IMPORTING)
     with without_collections():
+        from diloco_jax.protocol.messages import RUN_COMPLETE
         from diloco_jax.runtime.island.join import join, leave
         from diloco_jax.runtime.learner.joined import Joining, island_pulse
         from diloco_jax.runtime.learner.preemption import check_source, watch

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 EMULATED_DEVICES = 2
 # Name and command of the process that drives all islands.
 CONTROLLER = "islands"
+# The value of --syncer of an island that reads the address from its standard input.
+AT_INPUT = "-"
 # JAX's name of the backend that pathwaysutils registers, and the port of its server.
 PROXY, PROXY_PORT = "proxy", 29000
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from diloco_jax.runtime.local.ends import IslandEnd, rule_of
-from diloco_jax.runtime.local.machine import CONTROLLER, Machine, check, count_of, look, settings_of
+from diloco_jax.runtime.local.machine import AT_INPUT, CONTROLLER, Machine, check, count_of, look, settings_of
 from diloco_jax.runtime.local.processes import GRACE_S, Child, Machines, Process, Silence, free_address
-from diloco_jax.runtime.local.standby import AT_INPUT, EarlyIslands, Spares, shared_by_several
+from diloco_jax.runtime.local.standby import EarlyIslands, Spares, shared_by_several
 from diloco_jax.runtime.own_loop.environment import ISLAND_ENV, SYNCER_ENV
 from diloco_jax.runtime.own_loop.surroundings import (
     CONFIG_ENV,

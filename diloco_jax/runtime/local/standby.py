@@ -26,8 +26,6 @@ from diloco_jax.runtime.records.files import HEALTH, LOGS
 if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
 
-# The value of --syncer of an early island: it reads the address from its standard input.
-AT_INPUT = "-"
 # The first line for an early island: its programs are compiled, or nobody compiles them for it.
 COMPILED = "compiled\n"
 

@@ -3,6 +3,8 @@
 docs/architecture.md describes what each file holds. This module is light enough for processes that read no snapshot.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re
@@ -10,10 +12,13 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from diloco_jax.protocol.syncer.progress import Limits
 from diloco_jax.runtime.records.segments import closed_segments
 from diloco_jax.runtime.records.tape_file import last_line
+
+if TYPE_CHECKING:
+    from diloco_jax.protocol.syncer.progress import Limits
 
 RUN_DIRS_MAX = 10_000
 
