@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from diloco_jax.cli.parser import Parser, command
 from diloco_jax.cli.shared import run_config, show
 from diloco_jax.runtime.records.files import CONFIG_FILE
-from diloco_jax.runtime.records.signals import FAILED
+from diloco_jax.runtime.records.signals import FAILED, without_collections
 
 if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
@@ -191,14 +191,16 @@ def _report_options(parser: Parser) -> None:
 
 @command("report", "Write report.html of a run: its current page in one file.", _report_options)
 def report(arguments: argparse.Namespace) -> int:
-    from diloco_jax.tools.page.page import write_report
-    from diloco_jax.tools.replay.perfetto import write_perfetto
-
     if arguments.perfetto is not None:
+        from diloco_jax.tools.replay.perfetto import write_perfetto
+
         config, path = load(run_config(arguments.run)), Path(arguments.perfetto) if arguments.perfetto else None
         trace = write_perfetto(Path(arguments.run), config.protocol, config.train.steps, config.budget, path)
         show(arguments, {"perfetto": str(trace)}, lambda _: f"{trace}: open it in ui.perfetto.dev")
         return 0
+    with without_collections():
+        from diloco_jax.tools.page.page import write_report
+
     baseline = Path(arguments.baseline) if arguments.baseline else None
     written = write_report(Path(arguments.run), baseline)
     show(arguments, {"report": str(written)}, lambda result: result["report"])

@@ -151,8 +151,9 @@ def train(arguments: argparse.Namespace) -> int:
     # Imports and checks take seconds before the live view starts.
     if live and sys.stdout.isatty() and not arguments.settings:
         print(f"{IMPORTING}, checking the config and this machine", flush=True)
-    from diloco_jax.cli.train import train_locally
-    from diloco_jax.runtime.local.check_input import check_input
+    with without_collections():
+        from diloco_jax.cli.train import train_locally
+        from diloco_jax.runtime.local.check_input import check_input
 
     config = load_config(arguments)
     check_input(config, resumes=arguments.resume)
@@ -565,7 +566,8 @@ def compile_ahead(arguments: argparse.Namespace) -> int:
     report = partial(tell_phase, Path(arguments.run_dir), f"compiler-{arguments.island}")
     report(IMPORTING)
     _begin_process(Path(arguments.run_dir))
-    from diloco_jax.runtime.local.loading import compiled_loop
+    with without_collections():
+        from diloco_jax.runtime.local.loading import compiled_loop
 
     compiled_loop(config, arguments.island, report)
     report("")

@@ -17,6 +17,7 @@ from diloco_jax.runtime.island.host import Host, Report
 from diloco_jax.runtime.local.standby import COMPILED, mark_of
 from diloco_jax.runtime.records.files import LOGS
 from diloco_jax.runtime.records.pulse import Pulse
+from diloco_jax.runtime.records.signals import without_collections
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 
@@ -33,6 +34,8 @@ def compiled_loop(config: RunConfig, island: str, report: Report = lambda words:
     loop = BuiltInLoop(config.of_island(island), island)
     host = Host(resolve(config, loop.island.shapes, loop.island.kinds), loop.island, loop.warm_up_steps, loop.evaluate)
     host.warm_up(report)
+    # It loads the compiled pass over arriving values.
+    host.global_values()
     report("compiling the evaluation")
     host.warm_up_evaluation()
     return loop
@@ -65,8 +68,9 @@ def come_early(config: RunConfig, name: str, pulse: Pulse, *, loads: bool) -> tu
 
 def _import_rest() -> None:
     """Import what a learner needs later: the order of samples uses Grain, which is imported when it draws the order."""
-    for module in ("diloco_jax.runtime.learner.run", "grain"):
-        importlib.import_module(module)
+    with without_collections():
+        for module in ("diloco_jax.runtime.learner.run", "grain"):
+            importlib.import_module(module)
 
 
 def stand_by(config: RunConfig, run_dir: Path, name: str, *, loads: bool) -> tuple[str, int, BuiltInLoop | None] | None:
