@@ -4,6 +4,7 @@ The processes are shell scripts, so that each way to end can be had at will. Rea
 """
 
 import json
+import os
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import pytest
 
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.runtime.local import processes
-from diloco_jax.runtime.local.machine import Machine
+from diloco_jax.runtime.local.machine import AT_INPUT, Machine
 from diloco_jax.runtime.local.processes import BRIEF_S, STEADY_S, Child, Process, Silence
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.local.standby import shared_by_several
@@ -45,7 +46,7 @@ class Scripted(LocalRun):
         log = self._run_dir / "logs" / f"{name}.log"
         with log.open("ab") as stream:
             begins = stream.tell()
-            pipe = subprocess.PIPE if "standby" in name else None
+            pipe = subprocess.PIPE if {"--standby", AT_INPUT} & {*arguments} else None
             shell = ["sh", "-c", script]
             process = subprocess.Popen(shell, stdin=pipe, stdout=stream, stderr=stream, cwd=self._run_dir)
         return Process(name, process, log, begins)
@@ -121,11 +122,35 @@ def test_the_syncer_can_read_what_happens_to_an_island_that_ended(tmp_path: Path
     assert "does not restart it, because a restart would fail as well" in given_up and "--resume" in given_up
 
 
-def test_islands_begin_when_their_programs_are_compiled(tmp_path: Path) -> None:
-    job = ScriptedRun(tmp_path, [until("[ -e began ]")], [["[ -e compiled ] && touch began; " + FOREVER], [FOREVER]])
-    job.run.scripts["compiler-island-0"] = ["sleep 0.3; touch compiled"]
+def test_islands_load_when_their_programs_are_compiled_and_join_when_the_syncer_listens(tmp_path: Path) -> None:
+    """The syncer listens only after an island has loaded, and that loads only after the compiler has ended."""
+    loads = "touch waits; read line; [ -e compiled ] && [ $line = compiled ] && touch loaded; "
+    joins = "read address; echo $address > joined; " + FOREVER
+    job = ScriptedRun(tmp_path, [until("[ -s joined ]")], [[loads + joins], [FOREVER]])
+    job.run.scripts["syncer"] = [until("[ -e loaded ]") + job.run.scripts["syncer"][0]]
+    job.run.scripts["compiler-island-0"] = [until("[ -e waits ]") + "touch compiled"]
     job.run.run()
     assert job.run.started == ["compiler-island-0", "syncer", "island-0", "island-1"]
+    assert (tmp_path / "joined").read_text() == "127.0.0.1:1\n"
+    assert job.run.words["island-0"][0][-4:-1] == ["--syncer", AT_INPUT, "--incarnation"]
+
+
+def test_an_island_that_ends_before_the_syncer_listens_is_started_again_with_the_address(tmp_path: Path) -> None:
+    job = ScriptedRun(tmp_path, [until("[ -e back ]")], [["touch ended; exit 1", "touch back; " + FOREVER], [FOREVER]])
+    job.run.scripts["syncer"] = [until("[ -e ended ]") + job.run.scripts["syncer"][0]]
+    job.run.run()
+    assert job.starts("island-0") == 2 and "island-0 ended with status 1" in job.said
+    assert "127.0.0.1:1" in " ".join(job.run.words["island-0"][1])
+
+
+def test_islands_that_wait_end_with_a_syncer_that_never_listens(tmp_path: Path) -> None:
+    job = ScriptedRun(tmp_path, [], [["echo $$ >> waiting; " + FOREVER]] * 2)
+    job.run.scripts["syncer"] = [until(lines_in("waiting", 2)) + "exit 2"]
+    with pytest.raises(RunFailed, match="syncer ended with status 2"):
+        job.run.run()
+    for number in (tmp_path / "waiting").read_text().split():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(number), 0)
 
 
 ALIKE, TWO = IslandsConfig(count=3, devices=1), IslandOverride(devices=2)
