@@ -556,8 +556,8 @@ def baseline(arguments: argparse.Namespace) -> int:
 
 def _compile_ahead_options(parser: Parser) -> None:
     parser.add_argument("config")
-    parser.add_argument("--island")
-    parser.add_argument("--run-dir")
+    for name in ("--island", "--run-dir", "--set"):
+        parser.add_argument(name)
 
 
 @command("compile", options=_compile_ahead_options, trains=True)
@@ -568,8 +568,10 @@ def compile_ahead(arguments: argparse.Namespace) -> int:
     _begin_process(Path(arguments.run_dir))
     with without_collections():
         from diloco_jax.runtime.local.loading import compiled_loop
+        from diloco_jax.runtime.local.programs import keeping
 
-    compiled_loop(config, arguments.island, report)
+    with keeping(arguments.set, Path(arguments.run_dir)):
+        compiled_loop(config, arguments.island, report)
     report("")
     return 0
 

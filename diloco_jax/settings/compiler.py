@@ -47,17 +47,21 @@ def keep_programs(folder: Path) -> None:
     own = (folder / host_kind()).absolute()
     if not os.environ.get("NUMBA_CACHE_DIR"):
         # Processes that this one starts inherit the variable.
-        os.environ["NUMBA_CACHE_DIR"] = str(_users_folder() or own)
+        os.environ["NUMBA_CACHE_DIR"] = str(users_folder() or own)
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     jax.config.update("jax_compilation_cache_dir", str(own))
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        # JAX would compile the path of a cache for GPUs into every program, and a program of another folder would not
+        # be found.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     # Small programs are stored too, since an island compiles several before its first step.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _users_folder() -> Path | None:
-    """Return this user's folder for compiled merges, never a folder that others can write to; None without one."""
+def users_folder() -> Path | None:
+    """Return this user's folder for compiled programs, never a folder that others can write to; None without one."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco_jax"
         folder.mkdir(parents=True, exist_ok=True)

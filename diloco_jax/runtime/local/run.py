@@ -19,6 +19,7 @@ from types import MappingProxyType
 from diloco_jax.runtime.local.ends import IslandEnd, rule_of
 from diloco_jax.runtime.local.machine import AT_INPUT, CONTROLLER, Machine, check, count_of, look, settings_of
 from diloco_jax.runtime.local.processes import GRACE_S, Child, Machines, Process, Silence, free_address
+from diloco_jax.runtime.local.programs import name_of_set, restore
 from diloco_jax.runtime.local.standby import EarlyIslands, Spares, shared_by_several
 from diloco_jax.runtime.own_loop.environment import ISLAND_ENV, SYNCER_ENV
 from diloco_jax.runtime.own_loop.surroundings import (
@@ -124,8 +125,11 @@ class LocalRun:
         for name in (
             () if self._resume or self._machines is not None else shared_by_several(self._config, self._machine)
         ):
-            words = ["compile", self._config_path, "--island", name]
             environment = child_environment(self._config, name, self._machine)
+            kept = name_of_set(self._config, name, environment)
+            if restore(kept, self._run_dir):
+                continue
+            words = ["compile", self._config_path, "--island", name, "--set", kept]
             self._compilers.append(Silence(self._start_process(f"compiler-{name}", words, environment)))
 
     def _await_compilers(self) -> None:
