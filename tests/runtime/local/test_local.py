@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol.pacing import ProtocolConfig
-from diloco_jax.runtime.local import processes
+from diloco_jax.runtime.local import processes, run
 from diloco_jax.runtime.local.machine import AT_INPUT, Machine
 from diloco_jax.runtime.local.processes import BRIEF_S, STEADY_S, Child, Process, Silence
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
@@ -141,6 +141,15 @@ def test_an_island_that_ends_before_the_syncer_listens_is_started_again_with_the
     job.run.run()
     assert job.starts("island-0") == 2 and "island-0 ended with status 1" in job.said
     assert "127.0.0.1:1" in " ".join(job.run.words["island-0"][1])
+
+
+def test_nothing_is_compiled_if_an_earlier_run_has_left_the_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "restore", lambda name, run_dir: True)
+    job = ScriptedRun(tmp_path, [until("[ -e loads ]")], [["read line; touch loads; " + FOREVER], [FOREVER]])
+    job.run.run()
+    assert job.run.started == ["syncer", "island-0", "island-1"]
 
 
 def test_islands_that_wait_end_with_a_syncer_that_never_listens(tmp_path: Path) -> None:
