@@ -63,6 +63,7 @@ SMALLEST = [
     Bench("tape", "--seconds 60 --json", results=13),
     Bench("transport", "--stripes 1 2 --payload-mb 1 --payloads 2 --runs 1 --json", results=2),
     Bench("cold", "--runs 1 --steps 24 --at 12 --json", (*SMALL_JOB, *TWO_ISLANDS)),
+    Bench("start", "--cold --runs 1 --json", (*SMALL_JOB, *TWO_ISLANDS)),
     Bench("mixed", "--seeds 0 --steps 12 --json", (*SMALL_JOB, "--islands.batch_size", "4")),
 ]
 # The steps of `slow` include 100 steps of warm-up.

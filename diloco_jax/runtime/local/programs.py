@@ -2,7 +2,7 @@
 
 A set has the programs of one kind of emulated islands. Its name is a digest of the settings, the code and the machine
 that the programs depend on. JAX compares every program that it loads with a separate key, so a set with other programs
-costs only time. A set is written to a folder of its own, and gets its name when it is complete; a damaged program
+costs only time. A set is written to a separate folder, and gets its name when it is complete; a damaged program
 would be reported at every later start.
 """
 
