@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_jax.runtime.local.machine import AT_INPUT
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.records.files import SUPERVISOR_LOCK, SYNCER_LOCK
 from diloco_jax.runtime.records.folder_lock import FolderInUse, FolderLock, LearnerLock, refuse_if_locked
@@ -127,11 +128,12 @@ def test_a_learner_of_another_machine_does_not_keep_the_name(in_use: Path) -> No
 
 def test_an_island_comes_back_though_the_address_is_gone(tmp_path: Path) -> None:
     """Whatever took the file away: the supervisor knows what it said, and learners by hand find it again."""
-    scripts = ["rm syncer.address; kill -9 $$", until("[ -e syncer.address ]") + "touch back; " + FOREVER]
+    joins = "read compiled; read address; "
+    scripts = [joins + "rm syncer.address; kill -9 $$", until("[ -e syncer.address ]") + "touch back; " + FOREVER]
     job = ScriptedRun(tmp_path, [until("[ -e back ]")], [scripts])
     job.run.run()
     assert job.starts("island-0") == 2 and (tmp_path / "syncer.address").read_text() == "127.0.0.1:1\n"
-    assert [words[words.index("--syncer") + 1] for words in job.run.words["island-0"]] == ["127.0.0.1:1\n"] * 2
+    assert [words[words.index("--syncer") + 1] for words in job.run.words["island-0"]] == [AT_INPUT, "127.0.0.1:1\n"]
 
 
 def test_a_resume_that_cannot_start_puts_back_what_the_folder_said(tmp_path: Path) -> None:
