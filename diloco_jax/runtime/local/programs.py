@@ -19,7 +19,6 @@ from pathlib import Path
 
 import jax
 
-import diloco_jax
 from diloco_jax.protocol.releases import RELEASE
 from diloco_jax.runtime.records.files import PROGRAMS
 from diloco_jax.settings.compiler import host_kind, users_folder
@@ -54,7 +53,7 @@ def name_of_set(config: RunConfig, island: str, environment: Mapping[str, str]) 
 
 def _code() -> list[tuple[str, int, int]]:
     """Describe the files of this package, which change in a checkout without a new release."""
-    root = Path(diloco_jax.__file__).parent
+    root = Path(__file__).parents[2]
     files = sorted(root.rglob("*.py"))
     return [(str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
