@@ -158,7 +158,7 @@ def watch(process: subprocess.Popen[bytes], run: Path) -> Iterator[Reading]:
 
 
 def reports(run: Path) -> list[float]:
-    """Return the times at which the syncer received step reports, in seconds."""
+    """Return when the syncer received each step report, in seconds."""
     tape = run / "tape.jsonl"
     if not tape.exists():
         return []

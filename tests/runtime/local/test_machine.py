@@ -132,7 +132,7 @@ def test_one_process_for_all_islands_and_hosts_of_one() -> None:
     assert settings_of(numbers, "islands", Machine())["JAX_NUM_CPU_DEVICES"] == "4"
     hosts = run_of(2, hosts=2)
     assert settings_of(hosts, "island-1", Machine(GPUS), place=1) == {VISIBLE: "6,7"}
-    assert settings_of(hosts, "island-1", Machine(), host=1)["JAX_NUM_CPU_DEVICES"] == "1"
+    assert settings_of(hosts, "island-1", Machine(), place=1)["JAX_NUM_CPU_DEVICES"] == "1"
     baseline = parse(merged(SMALL, {"algorithm": "data_parallel"}), "test")
     assert settings_of(baseline, "trainer", Machine(GPUS)) == {VISIBLE: "0,1"}
 
