@@ -297,7 +297,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.plan.forecast import forecast
     from diloco_jax.tools.plan.report import describe
 
-    config = _of_one_slice(load_config(arguments), "plan")
+    config = load_config(arguments)
     case = case_of(config, Assumptions(**_given(arguments, fields(Assumptions))))
     result = forecast(case, advise(case))
     show(arguments, finite(result), lambda _: describe(result))
@@ -335,7 +335,7 @@ def stage(arguments: argparse.Namespace) -> int:
     word = arguments.config
     if arguments.baseline and not arguments.run:
         raise ValueError(f"--baseline {arguments.baseline} is compared with a run; add --run RUN")
-    config = _of_one_slice(load_config(arguments), "stage")
+    config = load_config(arguments)
 
     def read(run: str) -> dict[str, Any]:
         from diloco_jax.transport.session.calls import ask_status
