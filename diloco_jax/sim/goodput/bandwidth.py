@@ -34,17 +34,18 @@ def ring_factor(sites: int) -> float:
     return 2 * (sites - 1) / sites
 
 
-def exchange_bytes(parameters: int, slices: int, parts: int = 1) -> float:
-    """Return the bytes that a slice sends and receives per step to add up gradients in float32 with the other slices.
+def exchange_bytes(elements: float, slices: int, parts: int = 1) -> float:
+    """Return the bytes that a host sends and receives per step to add up gradients in float32 with the other slices.
 
-    With S slices and N parameters, chunks of each part that it computes, and its chunk of the mean:
+    With S slices and N elements of the gradient on the host, chunks of each part that its slice computes, and its chunk
+    of the mean:
 
         (parts + 1) (S - 1) / S x 4 N
 
     Args:
       parts: parts of the batch that the slice computes; 1 while no slice is missing.
     """
-    return (parts + 1) * (slices - 1) / slices * 4 * parameters
+    return (parts + 1) * (slices - 1) / slices * 4 * elements
 
 
 def data_parallel_gbit_per_s(gradient_bytes: float, step_s: float, sites: int, utilisation: float) -> float:

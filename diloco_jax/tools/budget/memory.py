@@ -76,9 +76,9 @@ class HostMemory(NamedTuple):
     state_while_given_away: float
     # The memory of emulated devices, without activations.
     emulated_devices: float
-    # This host's share of a gradient, its mean and the chunks of other slices, if an island has several.
+    # What the host's devices hold of a gradient, of its mean and of other slices' gradients, if an island has several.
     gradients_between_slices: float = 0.0
-    # This host's share of a copy of the whole state, which a new leader or a returning slice may need.
+    # What they hold of the whole state, copied for a new leader or a returning slice.
     state_of_a_slice: float = 0.0
 
 
@@ -221,8 +221,8 @@ def host_memory(
         _staged_at_once(run, run.payload_bytes(run.config.wire.up)) / hosts,
         blueprint.state_layout.num_bytes / hosts,
         sum(chip_memory(run, blueprint)) * emulated / hosts if emulated else 0.0,
-        GRADIENT_COPIES * 4.0 * num_parameters(blueprint) / hosts if several else 0.0,
-        blueprint.state_layout.num_bytes / hosts if several else 0.0,
+        GRADIENT_COPIES * 4.0 * sum(sizes) if several else 0.0,
+        4.0 * sum(sizes) + moments_on_host(blueprint, hosts) if several else 0.0,
     )
 
 

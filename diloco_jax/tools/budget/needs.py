@@ -19,6 +19,7 @@ from diloco_jax.tools.budget.memory import (
     HostMemory,
     SyncerMemory,
     chip_memory,
+    held_elements,
     host_memory,
     syncer_memory,
 )
@@ -166,6 +167,12 @@ class IslandOutline(NamedTuple):
         """Count the chips of all islands of this kind, which may each be several devices for JAX."""
         topology, slices = self.kind.topology, self.kind.slices * len(self.kind.names)
         return (topology.chips if topology else self.kind.chips) * slices
+
+    @property
+    def host_elements(self) -> float:
+        """Count the elements of the model on the devices of one host, each once."""
+        hosts = self.kind.island.hosts
+        return sum(held_elements(self.blueprint, fragment, hosts).on_host for fragment in self.run.fragments)
 
     def as_dict(self) -> dict[str, Any]:
         hbm, host = self.needs.hbm, self.needs.host

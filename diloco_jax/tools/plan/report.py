@@ -111,15 +111,15 @@ def _slices(rows: list[Row]) -> list[str]:
     """Format what slices of an island exchange, and its steps without one of them."""
     lines = []
     for row in rows:
-        names, lost, hosts = row["islands"], row["one_lost"], row["hosts"]
+        names, lost = row["islands"], row["one_lost"]
         whose = names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
-        each = f", {size(row['host_exchange_bytes'])} for each of its {hosts} hosts" if hosts > 1 else ""
-        rate, needed = row["gbit_per_s"], f"{row['gbit_per_s_needed']:.3g} Gbit/s for each host"
+        each = f"for each of the {row['hosts']} hosts of a slice" if row["hosts"] > 1 else "for each slice"
+        rate, needed = row["gbit_per_s"], f"{row['gbit_per_s_needed']:.3g} Gbit/s {each}"
         over = f"; over {rate:.3g} Gbit/s it takes {row['step_times']:.3g} times" if rate else ""
         lines += [
             f"slices        {whose}: {row['slices']} slices, each computes {row['part_size']} of {row['batch_size']} "
             f"sequences in {row['compute_s']:.3g} s",
-            f"              gradients per step {size(row['exchange_bytes'])} each way for a slice{each}",
+            f"              gradients per step {size(row['exchange_bytes'])} each way {each}, in float32",
             f"              a step takes at most {STEP_TIMES_MAX:g} times its computation with {needed}{over}",
             f"              without one slice: keep {lost['keep']['step_s']:.3g} s per step of all sequences, shrink "
             f"{lost['shrink']['step_s']:.3g} s of {lost['shrink']['batch_size']}; the config has {row['slices_batch']}",
