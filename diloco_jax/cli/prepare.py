@@ -188,7 +188,7 @@ def preflight(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.preflight.report import describe
     from diloco_jax.tools.preflight.search import best_config, describe_search, search
 
-    config = _of_one_slice(load_config(arguments), "preflight")
+    config = load_config(arguments)
     record, written = _path("--search", arguments.search), _path("--write", arguments.write)
     if written is not None and (record is None or written.exists()):
         wrong = "needs --search" if record is None else f"names {written}, which exists already; choose another"

@@ -26,6 +26,8 @@ TRIPS = 1.5
 DOWN_TRIPS = 0.5
 # A learner's report is on its way for this share of a round trip before that.
 REPORT_TRIPS = 0.5
+# A step of an island of several slices may take this many times as long as its computation.
+STEP_TIMES_MAX = 1.05
 GBIT = 1e9 / 8  # bytes
 
 
@@ -46,6 +48,11 @@ def exchange_bytes(elements: float, slices: int, parts: int = 1) -> float:
       parts: parts of the batch that the slice computes; 1 while no slice is missing.
     """
     return (parts + 1) * (slices - 1) / slices * 4 * elements
+
+
+def exchange_gbit_per_s(elements: float, slices: int, compute_s: float) -> float:
+    """Return the rate of a host's network to other slices that keeps a step within `STEP_TIMES_MAX`."""
+    return exchange_bytes(elements, slices) / ((STEP_TIMES_MAX - 1) * compute_s) / GBIT
 
 
 def data_parallel_gbit_per_s(gradient_bytes: float, step_s: float, sites: int, utilisation: float) -> float:

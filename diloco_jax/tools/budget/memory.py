@@ -168,6 +168,11 @@ def held_elements(blueprint: Blueprint, fragment: Fragment, hosts: int) -> HeldE
     return HeldElements(on_host, passed)
 
 
+def elements_on_host(run: ResolvedRun, blueprint: Blueprint, hosts: int) -> float:
+    """Count the elements of all fragments on the devices of one host, each once."""
+    return sum(held_elements(blueprint, fragment, hosts).on_host for fragment in run.fragments)
+
+
 def moments_on_host(blueprint: Blueprint, hosts: int) -> float:
     """Return the bytes of the state without parameters that the devices of one host hold."""
     sizes, found = tuple(blueprint.mesh.shape.items()), 0.0

@@ -19,7 +19,7 @@ from diloco_jax.tools.budget.memory import (
     HostMemory,
     SyncerMemory,
     chip_memory,
-    held_elements,
+    elements_on_host,
     host_memory,
     syncer_memory,
 )
@@ -171,8 +171,7 @@ class IslandOutline(NamedTuple):
     @property
     def host_elements(self) -> float:
         """Count the elements of the model on the devices of one host, each once."""
-        hosts = self.kind.island.hosts
-        return sum(held_elements(self.blueprint, fragment, hosts).on_host for fragment in self.run.fragments)
+        return elements_on_host(self.run, self.blueprint, self.kind.island.hosts)
 
     def as_dict(self) -> dict[str, Any]:
         hbm, host = self.needs.hbm, self.needs.host

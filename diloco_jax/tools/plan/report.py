@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from textwrap import fill
 from typing import Any
 
-from diloco_jax.sim.goodput.bandwidth import UTILISATIONS
+from diloco_jax.sim.goodput.bandwidth import STEP_TIMES_MAX, UTILISATIONS
 from diloco_jax.tools.budget.figures import count, duration, size
 from diloco_jax.tools.plan.growth import MANY
-from diloco_jax.tools.plan.slices import STEP_TIMES_MAX
 from diloco_jax.tools.plan.verdict import describe_verdict
 
 Row = Mapping[str, Any]

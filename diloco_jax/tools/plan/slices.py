@@ -12,11 +12,9 @@ and sends the chunks of all but the last one meanwhile.
 import math
 from typing import Any
 
-from diloco_jax.sim.goodput.bandwidth import GBIT, exchange_bytes
+from diloco_jax.sim.goodput.bandwidth import GBIT, STEP_TIMES_MAX, exchange_bytes, exchange_gbit_per_s
 from diloco_jax.tools.plan.case import Case, TimedKind
 
-# A step may take this many times as long as its computation.
-STEP_TIMES_MAX = 1.05
 # The longest measured pause of an island beyond `islands.straggler_s`, in seconds; docs/log.md, 2026-11-30.
 FOUND_S = 1.2
 # Islands do not pause when a slice returns; what simulations of that day assumed.
@@ -68,8 +66,7 @@ def _row(case: Case, kind: TimedKind) -> Row:
 
 def needed_gbit_per_s(kind: TimedKind) -> float:
     """Return the rate of a host's network to other slices that keeps a step within 1.05 of its computation."""
-    each = exchange_bytes(kind.outline.host_elements, kind.outline.kind.slices)
-    return each / ((STEP_TIMES_MAX - 1) * kind.compute_s) / GBIT
+    return exchange_gbit_per_s(kind.outline.host_elements, kind.outline.kind.slices, kind.compute_s)
 
 
 def lost_step_s(case: Case, kind: TimedKind, missing: int) -> dict[str, float]:

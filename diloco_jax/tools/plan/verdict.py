@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from shlex import quote
 from typing import Any
 
+from diloco_jax.sim.goodput.bandwidth import STEP_TIMES_MAX
 from diloco_jax.tools.budget.figures import size
-from diloco_jax.tools.plan.slices import STEP_TIMES_MAX
 
 Row = Mapping[str, Any]
 # The least share of due rounds, or of the time of data parallel, that must be made over a link that is called enough.
