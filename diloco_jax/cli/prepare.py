@@ -16,17 +16,7 @@ from diloco_jax.cli.shared import learner_dir, load_config, show
 from diloco_jax.runtime.records.signals import FAILED
 
 if TYPE_CHECKING:
-    from diloco_jax.settings.run import RunConfig
-
-
-def _of_one_slice(config: RunConfig, command: str) -> RunConfig:
-    """Return a config whose islands have one slice each; ValueError if they have several."""
-    if config.islands.slices > 1:
-        raise ValueError(
-            f"diloco {command} does not know islands of several slices yet, and islands.slices is "
-            f"{config.islands.slices}; set it to 1 here, and start the slices as docs/slices.md shows"
-        )
-    return config
+    pass
 
 
 def _certs_options(parser: Parser) -> None:
@@ -122,7 +112,7 @@ def launch(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.launch.write import check_tools, describe, run, write
     from diloco_jax.transport.link import bucket_scheme
 
-    config = _of_one_slice(load_config(arguments), "launch")
+    config = load_config(arguments)
     if bucket_scheme(config.transport.address):
         raise ValueError(
             f"transport.address is {config.transport.address}, a bucket, and `diloco launch` gives the syncer a port; "
