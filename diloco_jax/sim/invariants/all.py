@@ -27,6 +27,7 @@ from diloco_jax.sim.invariants.rounds import (
     SharesAreTold,
     VersionsGrow,
 )
+from diloco_jax.sim.invariants.slices import SlicesLoseLittle
 from diloco_jax.sim.invariants.turns import TurnsAreKept
 
 CHECKERS: tuple[type[Checker], ...] = (
@@ -48,6 +49,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     CopiesBounded,
     RecoveryIsWhole,
     LeasesAccount,
+    SlicesLoseLittle,
     AnchorsAgree,
     DeltasApply,
     WholeWhereNeeded,
