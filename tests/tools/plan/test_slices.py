@@ -13,6 +13,7 @@ from diloco_jax.tools.plan.case import Case, case_of
 from diloco_jax.tools.plan.forecast import expected_goodput, forecast
 from diloco_jax.tools.plan.report import describe
 from diloco_jax.tools.plan.slices import slices_rows
+from diloco_jax.tools.stage.gates import StageGate, gates
 
 SETTINGS: dict[str, Any] = {
     "name": "small",
@@ -113,3 +114,17 @@ def test_a_lost_slice_costs_a_pause_and_its_share_until_it_is_back(monkeypatch: 
     rate = 500 / 31_536_000
     assert found["shrink"] == pytest.approx(rate * (4.2 + 0.25 * 67), rel=0.15)
     assert found["keep"] == pytest.approx(rate * (4.2 + 0.5 * 67), rel=0.15)
+
+
+def test_a_stage_asks_for_the_rate_between_slices() -> None:
+    def gate(case: Case) -> StageGate | None:
+        found = gates(case, "small", "RUN", 1.0, link_given=False)
+        return next((each for each in found if each.name == "slices"), None)
+
+    needed = slices_rows(small())[0]["gbit_per_s_needed"]
+    asked = gate(small())
+    assert asked is not None and asked.given is None and f"at least {needed:.3g} Gbit/s" in asked.bar
+    for rate, passed in ((1.01 * needed, True), (0.99 * needed, False)):
+        told = gate(small(replace(QUIET, slices_gbit_per_s=rate)))
+        assert told is not None and told.given == (f"{rate:.3g} Gbit/s", passed)
+    assert gate(small(slices=1)) is None
