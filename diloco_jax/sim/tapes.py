@@ -71,7 +71,7 @@ class LearnerTapes(Observer):
             incarnation, donor_step = process.holdings.kept[0].incarnation, effect.donor_step
         else:
             own = process.node.own
-            assert own is not None, f"{process.name} loads a state of its own, and has none"
+            assert own is not None, f"{process.name} loads its own state, and has none"
             incarnation, donor_step = own.incarnation, own.local_step
         self._write(process.key, "state", effect.donor, incarnation, donor_step, list(effect.fragments))
 

@@ -11,6 +11,7 @@ from diloco_jax.sim.invariants.learners import (
     CopiesBounded,
     FreshLearnersKeepQuiet,
     NeverWaits,
+    SlicesLoseLittle,
     StepsUndisturbed,
     WaitsBounded,
 )
@@ -27,7 +28,6 @@ from diloco_jax.sim.invariants.rounds import (
     SharesAreTold,
     VersionsGrow,
 )
-from diloco_jax.sim.invariants.slices import SlicesLoseLittle
 from diloco_jax.sim.invariants.turns import TurnsAreKept
 
 CHECKERS: tuple[type[Checker], ...] = (

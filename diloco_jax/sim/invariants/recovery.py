@@ -106,7 +106,7 @@ class RecoveryIsWhole(Checker):
 
     def _check_own(self, process: LearnerProcess, effect: AdoptState) -> None:
         name, saved, limit = process.name, process.node.own, self.config.own_state_age_max
-        assert saved is not None, f"{name} takes over a state of its own, and has none"
+        assert saved is not None, f"{name} takes over its own state, and has none"
         saved_step = saved.described.global_step
         age = abs(saved_step - self._welcomed[process.key])
         self.check(saved_step == effect.donor_step, f"{name} has saved step {saved_step}, but does {effect}")

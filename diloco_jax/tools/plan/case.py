@@ -43,12 +43,12 @@ class TimedKind(NamedTuple):
     step_s: float
     # The origin of `step_s`, in words.
     step_from: str
-    # The part of `step_s` in which slices exchange gradients; 0 for islands of one slice, or over an unknown network.
+    # The part of `step_s` when slices exchange gradients; 0 for islands of one slice, or over an unknown network.
     exchange_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
-        """Return the time in which a slice computes its part of a step."""
+        """Return the time that a slice needs to compute its part of a step."""
         return self.step_s - self.exchange_s
 
 

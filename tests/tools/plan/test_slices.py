@@ -33,7 +33,7 @@ def small(given: Assumptions = QUIET, **islands: Any) -> Case:
 
 
 def rate_for(case: Case, exchange_s: float) -> float:
-    """Return the Gbit/s over which four slices exchange their gradients in this time."""
+    """Return the rate in Gbit/s that lets four slices exchange their gradients in this time."""
     return 2 * 3 / 4 * 4 * case.parameters * 8e-9 / exchange_s
 
 
@@ -73,7 +73,7 @@ def test_a_known_network_makes_steps_longer_and_is_judged() -> None:
     assert row["one_lost"]["keep"]["step_s"] == pytest.approx(2 + 0.1 * (2 / 3) / (3 / 4))
     result = forecast(case, advise(case))
     assert result["verdict"]["slices_enough"] is False
-    # Twice the batch doubles the computation: 2.1 s of a step, of which 0.1 s are 5 %.
+    # Twice the batch doubles the computation: the exchange takes 0.1 s of 2.1 s, 5 % of the rest.
     assert result["verdict"]["change"]["islands.batch_size"] == 32
     assert "1.10 times" in describe(result)
     fast = small(replace(QUIET, slices_gbit_per_s=2.1 * rate))
