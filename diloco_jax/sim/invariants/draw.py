@@ -117,9 +117,7 @@ def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
     if own.random() < CORPORA_SHARE:
         # Some learners share a corpus, some have their own, and some read the run's.
         drawn = replace(drawn, corpora=tuple(own.choices(("", "a", "b", "c"), k=learners)))
-    own = Random(f"slices of {seed}")
-    if own.random() < SLICES_SHARE:
-        drawn = _with_slices(own, drawn, until_s)
+    drawn = _with_slices(drawn, until_s)
     others = [name for name in stayers[1:] if name not in leaving]
     return _with_people(drawn, others, until_s, hostile=hostile) if others else drawn
 
@@ -138,8 +136,11 @@ def _left_alone(own: Random, drawn: Scenario, owes: Fault) -> Scenario:
     return replace(drawn, config=config, faults=faults)
 
 
-def _with_slices(own: Random, drawn: Scenario, until_s: float) -> Scenario:
-    """Give the learners of a scenario several slices, and let some be lost for a while."""
+def _with_slices(drawn: Scenario, until_s: float) -> Scenario:
+    """Give the learners of some scenarios several slices, and let some slices be lost for a while."""
+    own = Random(f"slices of {drawn.seed}")
+    if own.random() >= SLICES_SHARE:
+        return drawn
     slices, faults = own.randint(2, 4), list(drawn.faults)
     for _ in range(own.randint(1, 5)):
         at_s, leads = own.uniform(0.0, 0.8 * until_s), own.random() < LEADS_SHARE

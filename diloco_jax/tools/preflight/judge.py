@@ -209,8 +209,7 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
     step = compiled.step
     needs = island_needs(compiled.run, kind, compiled.blueprint)
     hbm, limit = step_hbm(compiled), topology.generation.hbm_bytes
-    sizes = dict(compiled.blueprint.mesh.shape)
-    parameters = num_parameters(compiled.blueprint)
+    sizes, parameters = dict(compiled.blueprint.mesh.shape), num_parameters(compiled.blueprint)
     shapes, seq_len = compiled.blueprint.shapes, config.train.seq_len
     flops = model_flops(config.model, shapes, kind.part_size, seq_len, config.data.soft_tokens)
     compiled_flops = step.program.matrix_flops * topology.devices if step.program else None
