@@ -180,7 +180,6 @@ VARIANTS = (
 )
 SLICED = ("--islands.slices", "2")
 SLICES = ("--islands.each", "{}", "--islands.topology", "v5p:2x2x1", "--islands.zone", "us-east5-a", *SLICED)
-SLICED_GPU = ("--islands.each", "{}", "--islands.devices", "4", *SLICED)
 # So many of the variants above are tried for each way.
 TRIED = {"gke": 6, "pathways": 2, "gce": 3, "tpu-vm": 4}
 
@@ -200,7 +199,7 @@ def calls_of_gcloud(recorded: Recorded) -> list[list[str]]:
 @pytest.mark.extra("dev")
 @pytest.mark.parametrize(
     ("way", "overrides"),
-    [*((way, ()) for way in WAYS), ("slurm", GPU), ("sky", GPU), ("tpu-vm", SLICES), ("slurm", SLICED_GPU)],
+    [*((way, ()) for way in WAYS), ("slurm", GPU), ("sky", GPU), ("tpu-vm", SLICES), ("slurm", (*GPU, *SLICED))],
 )
 def test_shellcheck_finds_nothing(way: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
     stage = Stage(tmp_path, plan(way, *overrides))
