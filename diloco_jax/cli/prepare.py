@@ -16,17 +16,7 @@ from diloco_jax.cli.shared import learner_dir, load_config, show
 from diloco_jax.runtime.records.signals import FAILED
 
 if TYPE_CHECKING:
-    from diloco_jax.settings.run import RunConfig
-
-
-def _of_one_slice(config: RunConfig, command: str) -> RunConfig:
-    """Return a config whose islands have one slice each; ValueError if they have several."""
-    if config.islands.slices > 1:
-        raise ValueError(
-            f"diloco {command} does not know islands of several slices yet, and islands.slices is "
-            f"{config.islands.slices}; set it to 1 here, and start the slices as docs/slices.md shows"
-        )
-    return config
+    pass
 
 
 def _certs_options(parser: Parser) -> None:
@@ -122,7 +112,7 @@ def launch(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.launch.write import check_tools, describe, run, write
     from diloco_jax.transport.link import bucket_scheme
 
-    config = _of_one_slice(load_config(arguments), "launch")
+    config = load_config(arguments)
     if bucket_scheme(config.transport.address):
         raise ValueError(
             f"transport.address is {config.transport.address}, a bucket, and `diloco launch` gives the syncer a port; "
@@ -188,7 +178,7 @@ def preflight(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.preflight.report import describe
     from diloco_jax.tools.preflight.search import best_config, describe_search, search
 
-    config = _of_one_slice(load_config(arguments), "preflight")
+    config = load_config(arguments)
     record, written = _path("--search", arguments.search), _path("--write", arguments.write)
     if written is not None and (record is None or written.exists()):
         wrong = "needs --search" if record is None else f"names {written}, which exists already; choose another"
@@ -297,7 +287,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from diloco_jax.tools.plan.forecast import forecast
     from diloco_jax.tools.plan.report import describe
 
-    config = _of_one_slice(load_config(arguments), "plan")
+    config = load_config(arguments)
     case = case_of(config, Assumptions(**_given(arguments, fields(Assumptions))))
     result = forecast(case, advise(case))
     show(arguments, finite(result), lambda _: describe(result))
@@ -335,7 +325,7 @@ def stage(arguments: argparse.Namespace) -> int:
     word = arguments.config
     if arguments.baseline and not arguments.run:
         raise ValueError(f"--baseline {arguments.baseline} is compared with a run; add --run RUN")
-    config = _of_one_slice(load_config(arguments), "stage")
+    config = load_config(arguments)
 
     def read(run: str) -> dict[str, Any]:
         from diloco_jax.transport.session.calls import ask_status

@@ -110,8 +110,10 @@ class Allotment:
             self._forget()
         else:
             assert self.ready, "a batch was taken before the first lease arrived"
-            batches = (self.granted - self._first) // self.step_samples
-            start = self._first + self._repeats % batches * self.step_samples
+            # Samples that are left for the next step are not read before it, unless too few were read.
+            read, size = self._taken - self._first, self.step_samples
+            batches = (read if read >= size else self.granted - self._first) // size
+            start = self._first + self._repeats % batches * size
             self._repeats += 1
         return Batch(self._positions(start, self.step_samples), self._taken)
 

@@ -1,6 +1,7 @@
 """A simulated run: M real learner machines and a real syncer machine on virtual time, driven as the runtime does."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from diloco_jax.protocol.learner.machine import Learner
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -48,7 +49,9 @@ class Cluster:
         for name in scenario.names:
             step_s = scenario.step_s * (1 + scenario.speed_spread * random.random())
             pace = paces[name] if paces is not None else Steady(step_s, scenario.step_noise, random)
-            self.nodes[name] = Node(name, pace, random.randint(*scenario.step_samples), scenario.corpus_of(name))
+            samples = scenario.slices * random.randint(*scenario.step_samples)
+            sliced: dict[str, Any] = {"slices": scenario.slices, "shrinks": scenario.shrinks}
+            self.nodes[name] = Node(name, pace, samples, scenario.corpus_of(name), **sliced)
         learners = {
             name: LearnerDriver(
                 world, node, lambda *who: self.syncer_node.accept(*who), self._stop_if_complete, make_learner

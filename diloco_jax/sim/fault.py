@@ -12,7 +12,7 @@ SYNCER_KINDS = ("syncer_crash", "rewind")
 KINDS = (
     *("crash", "disconnect", "pause", "slow", "partition", "hold", "narrow", "corrupt", "poison", "hostile"),
     *("mute", "late"),
-    *("donor_crash", "leave", "drain", "ban", "join"),
+    *("donor_crash", "leave", "drain", "ban", "join", "slice"),
     *SYNCER_KINDS,
 )
 
@@ -40,16 +40,20 @@ class Fault(NamedTuple):
     drain: the syncer asks the learner to leave.
     ban: an operator bans the learner, and admits it after `duration_s`.
     join: the learner starts only now.
+    slice: an island loses `factor` slices, as many as it can without the last one, and gets them back after
+        `duration_s`. With `leads` the leading slice is one of them: its process ends, and another slice starts a new
+        incarnation with the state in its memory.
 
     Attributes:
         at_s: time of its start.
         kind: one of KINDS.
         learners: names of the learners that it hits.
         duration_s: seconds until it is over.
-        factor: see slow, narrow and late.
+        factor: see slow, narrow, late and slice.
         notice_s: crash and disconnect: seconds until the syncer's transport notices.
         direction: hold: "up", "down" or "both".
         breaks_snapshot: syncer_crash and rewind: the newest snapshot turns out to be unreadable.
+        leads: see slice.
     """
 
     at_s: float
@@ -60,6 +64,7 @@ class Fault(NamedTuple):
     notice_s: float = NEVER_S
     direction: str = "both"
     breaks_snapshot: bool = False
+    leads: bool = False
 
     @property
     def over_s(self) -> float:
@@ -76,6 +81,8 @@ class Fault(NamedTuple):
             text += f", {self.factor:.0f} bytes/s"
         elif self.kind == "late":
             text += f", {self.factor:.1f} s"
+        elif self.kind == "slice":
+            text += f", {self.factor:.0f} slices" + ", the leading one too" * self.leads
         elif self.factor != 1.0:
             text += f", {self.factor:.1f} times slower"
         if self.kind in ("crash", "disconnect", "donor_crash"):

@@ -118,6 +118,9 @@ class FaultInjector:
             case "hostile":
                 self._syncer_node.hostile.names.add(name)
                 self._plan_end(fault, partial(self._replace, learner))
+            case "slice":
+                lost = learner.lose_slices(process, round(fault.factor), leads=fault.leads, notice_s=fault.notice_s)
+                self._plan_end(fault, partial(_end_loss, node, lost))
             case "poison":
                 node.poisoned += 1
                 self._plan_end(fault, partial(_end_poison, node))
@@ -174,6 +177,11 @@ class FaultInjector:
         if node is None or node.generation == generation:
             end()
         self._on_event()
+
+
+def _end_loss(node: Node, lost: int) -> None:
+    """Return so many slices to their island."""
+    node.missing -= lost
 
 
 def _end_slow(node: Node, factor: float) -> None:

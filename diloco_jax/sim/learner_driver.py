@@ -34,6 +34,12 @@ DIAL_S = 0.01
 # Time until a process that was refused or expelled is started again.
 SUPERVISOR_S = 1.0
 SAVED_KEPT = 2
+# Time until another slice leads after the leading one was lost.
+ELECTED_S = 0.8
+# A leading slice may be lost before the others have made its last step.
+STEPS_IN_MEMORY = 2
+# Digest in the description of a state in memory of a fragment that was adopted after the step; no value has it.
+CHANGED = -1
 # Samples in one epoch of a corpus.
 CORPUS_SAMPLES = 100
 # The machine leaves it to the driver to fill in the payload of these.
@@ -73,13 +79,14 @@ class LearnerDriver:
         self._send = world.network.send
         self._wake_s = world.scenario.wake_s
 
-    def start(self) -> None:
-        """Start a new process, which is a new incarnation, and let it dial."""
+    def start(self, kept: SavedCopy | None = None) -> None:
+        """Start a new process, which is a new incarnation, and let it dial; `kept` is a state in memory."""
         node, scenario = self.node, self._world.scenario
         assert node.process is None, f"{node.name} runs already"
         node.incarnation += 1
+        node.kept, node.memory = kept, []
         who = (node.name, node.incarnation)
-        saved = node.saved[-1].described if node.saved else None
+        saved = node.own.described if node.own is not None else None
         sizes = dict.fromkeys(range(scenario.config.num_fragments), scenario.payload_bytes)
         corpus = OwnCorpus(node.corpus, f"the text of {node.corpus}" if node.corpus else "", CORPUS_SAMPLES, "words")
         described = {"step_samples": node.step_samples, "saved": saved, "payload_bytes": sizes, "corpus": corpus}
@@ -103,6 +110,34 @@ class LearnerDriver:
     def _start_again(self, generation: tuple[int, bool]) -> None:
         if self.node.generation == generation:
             self.start()
+
+    def lose_slices(self, process: LearnerProcess, count: int, *, leads: bool, notice_s: float) -> int:
+        """Take slices from an island, at most all but one; return how many. With `leads`, another slice leads then."""
+        node, engine = self.node, self._engine
+        lost = min(count, node.slices - node.missing - 1)
+        node.missing += lost
+        if leads and lost:
+            kept = self._in_memory(process)
+            self.kill(process, notice_s)
+            engine.at(engine.now_s + ELECTED_S, self._elected, (node.generation, kept))
+        return lost
+
+    def _in_memory(self, process: LearnerProcess) -> SavedCopy | None:
+        """Return the state of the slice that leads next: after the last step of its leader, or after the one before."""
+        memory, held = self.node.memory, process.holdings.anchors
+        if not memory:
+            return self.node.kept
+        copy = self._engine.random.choice(memory)
+        if copy is not memory[-1]:
+            return copy
+        digests = copy.described.digests
+        now = tuple(d if held[p] == copy.anchors[p] else CHANGED for p, d in enumerate(digests))
+        return copy._replace(described=copy.described._replace(digests=now))
+
+    def _elected(self, item: tuple[tuple[int, bool], SavedCopy | None]) -> None:
+        generation, kept = item
+        if self.node.generation == generation:
+            self.start(kept)
 
     def kill(self, process: LearnerProcess, notice_s: float) -> None:
         """End the process now; the syncer's transport notices it `notice_s` later."""
@@ -289,9 +324,11 @@ class LearnerDriver:
         step.runs = True
         step.began_s = now_s
         step.clock = machine.schedule_step
+        machine.allotment.resize(node.next_samples)
         step.batch = step.ahead or machine.take_batch()
         step.ahead = machine.take_batch() if self._world.scenario.reads_ahead else None
-        engine.at(now_s + node.pace.takes_s() * node.factor, self._end_step, process)
+        parts = node.parts_each(step.samples)
+        engine.at(now_s + node.pace.takes_s() * node.factor * parts, self._end_step, process)
         for observer in self._observers:
             observer.on_step(process, True, now_s)
 
@@ -314,9 +351,13 @@ class LearnerDriver:
             return
         for observer in self._observers:
             observer.on_step(process, False, now_s)
-        tokens = scenario.sample_tokens * node.step_samples
-        effects = process.machine.on_step(tokens, now_s - step.began_s, 1.0, now_s, samples_end=step.batch.end)
+        tokens, machine = scenario.sample_tokens * step.samples, process.machine
+        effects = machine.on_step(tokens, now_s - step.began_s, 1.0, now_s, samples_end=step.batch.end)
         self._run(process, effects, now_s)
+        if node.slices > 1:
+            described = Saved(machine.global_step, tuple(machine.digests))
+            copy = SavedCopy(described, process.incarnation, machine.local_step, dict(process.holdings.anchors))
+            node.memory = [*node.memory, copy][-STEPS_IN_MEMORY:]
         self._reach_gap(process, now_s)
 
     def _tick(self, item: tuple[LearnerProcess, float]) -> None:

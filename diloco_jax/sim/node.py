@@ -90,6 +90,11 @@ class InnerStep:
     batch: Batch = NO_BATCH
     ahead: Batch | None = None
 
+    @property
+    def samples(self) -> int:
+        """Samples of the step."""
+        return sum(stop - start for start, stop in self.batch.ranges)
+
 
 @dataclass(slots=True, eq=False)
 class LearnerProcess:
@@ -140,7 +145,7 @@ class Node:
     Attributes:
         name: the learner's name.
         pace: pace of its steps.
-        step_samples: samples in an inner step.
+        step_samples: samples in a whole inner step.
         corpus: name of the corpus whose samples it leases.
         factor: how many times longer its steps take in the current slow phases.
         poisoned: number of current phases that make its values unusable.
@@ -148,6 +153,11 @@ class Node:
         process: the running process.
         gone: the learner left or was stopped, for good.
         saved: states on its disk, oldest first.
+        slices: slices that it has while none is missing; each computes an equal part of a whole step.
+        shrinks: steps have only the parts of the slices that are there.
+        missing: slices that it has lost; at least one is left.
+        memory: states after its newest steps that all its slices have had, oldest first.
+        kept: the state in memory that its process started with; None if that started without one.
     """
 
     name: str
@@ -160,6 +170,27 @@ class Node:
     process: LearnerProcess | None = None
     gone: bool = False
     saved: list[SavedCopy] = field(default_factory=list)
+    slices: int = 1
+    shrinks: bool = False
+    missing: int = 0
+    memory: list[SavedCopy] = field(default_factory=list)
+    kept: SavedCopy | None = None
+
+    @property
+    def own(self) -> SavedCopy | None:
+        """The state that its process found when it started: in memory, or the newest one on its disk."""
+        return self.kept or (self.saved[-1] if self.saved else None)
+
+    @property
+    def next_samples(self) -> int:
+        """Samples of the next step that is drawn."""
+        part = self.step_samples // self.slices
+        return part * (self.slices - self.missing) if self.shrinks else self.step_samples
+
+    def parts_each(self, samples: int) -> int:
+        """Return the most parts of a step of so many samples that a slice computes one after the other."""
+        parts = samples * self.slices // self.step_samples
+        return -(-parts // (self.slices - self.missing))
 
     @property
     def generation(self) -> tuple[int, bool]:

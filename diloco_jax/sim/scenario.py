@@ -34,7 +34,11 @@ class Scenario:
     step_noise: float = 0.05
     """Every step takes up to this share longer, drawn for each step."""
     step_samples: tuple[int, int] = (1, 1)
-    """Fewest and most samples in an inner step; each learner draws its own number once."""
+    """Fewest and most samples in an inner step, of each slice; each learner draws its own number once."""
+    slices: int = 1
+    """Slices of each learner, which share its steps equally; see the fault `slice`."""
+    shrinks: bool = False
+    """True: steps have only the parts of the slices that are there. False: these compute the others' parts too."""
     corpora: tuple[str, ...] = ()
     """Name of each learner's corpus, in the order of the learners; a name that is empty or missing is the run's."""
     sample_tokens: int = 1024
@@ -79,6 +83,8 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.learners < 1:
             raise ValueError(f"learners is {self.learners}, but a simulation needs at least 1")
+        if self.slices < 1:
+            raise ValueError(f"slices is {self.slices}, but a learner has at least 1")
         if self.step_s <= 0:
             raise ValueError(f"step_s is {self.step_s}, but must be above 0")
 
@@ -94,4 +100,5 @@ class Scenario:
     @property
     def budget(self) -> Budget:
         """The budget in tokens; a step of the schedule is the mean number of tokens that all learners make in one."""
-        return Budget(self.tokens, self.learners * sum(self.step_samples) * self.sample_tokens // 2)
+        samples = self.slices * sum(self.step_samples)
+        return Budget(self.tokens, self.learners * samples * self.sample_tokens // 2)

@@ -70,7 +70,9 @@ class LearnerTapes(Observer):
         if effect.donor:
             incarnation, donor_step = process.holdings.kept[0].incarnation, effect.donor_step
         else:
-            incarnation, donor_step = process.node.saved[-1].incarnation, process.node.saved[-1].local_step
+            own = process.node.own
+            assert own is not None, f"{process.name} loads its own state, and has none"
+            incarnation, donor_step = own.incarnation, own.local_step
         self._write(process.key, "state", effect.donor, incarnation, donor_step, list(effect.fragments))
 
     def save(self, folder: Path) -> None:

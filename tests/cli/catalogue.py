@@ -457,6 +457,9 @@ COMMAND_LINES = (
     Wrong("launch gek config.yaml", "'gek'", "choose from 'gke', 'pathways', 'gce', 'tpu-vm'", "did you mean gke?"),
     Wrong("launch gke config.yaml", "cloud.project", "launch gke needs", "or add --cloud.project VALUE"),
     Wrong(
+        f"launch sky config.yaml {SLICED}", "islands.slices is 2", "with launch sky a machine", "use launch gke, tpu-vm"
+    ),
+    Wrong(
         "launch gke config.yaml --transport.address file:///b", "file:///b", "a bucket, and `diloco", "leave transport"
     ),
     Wrong("doctor config.yaml --listen --transport.address file:///b", "file:///b", "a bucket", "leave out --listen"),

@@ -50,6 +50,22 @@ def test_a_new_book_voids_what_is_not_read_yet() -> None:
     assert allotment.take().end == BOOK + 6, "then it reads again what it has read"
 
 
+def test_what_is_left_for_the_next_step_is_not_read_before_it() -> None:
+    """An island that had fewer slices for three steps has its whole batch again, and too little data for it."""
+    allotment = Allotment(4, 8)
+    allotment.add(Lease(0, 10, 22))
+    read = [allotment.take()]
+    allotment.resize(2)
+    read += [allotment.take() for _ in range(3)]
+    allotment.resize(4)
+    again = [allotment.take() for _ in range(3)]
+    assert [batch.ranges for batch in read] == [((10, 14),), ((14, 16),), ((16, 18),), ((18, 20),)]
+    assert [batch.ranges for batch in again] == [((10, 14),), ((14, 18),), ((10, 14),)]
+    assert {batch.end for batch in again} == {10}
+    allotment.add(Lease(12, 40, 44))
+    assert allotment.take() == Batch(((20, 22), (40, 42)), 14)
+
+
 @pytest.mark.parametrize("left", [1, 2, 3])
 def test_a_new_book_after_half_a_batch(left: int) -> None:
     allotment = Allotment(4, 4)

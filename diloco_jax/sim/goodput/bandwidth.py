@@ -26,12 +26,33 @@ TRIPS = 1.5
 DOWN_TRIPS = 0.5
 # A learner's report is on its way for this share of a round trip before that.
 REPORT_TRIPS = 0.5
+# A step of an island of several slices may take this many times as long as its computation.
+STEP_TIMES_MAX = 1.05
 GBIT = 1e9 / 8  # bytes
 
 
 def ring_factor(sites: int) -> float:
     """Return the bytes that each member of a ring all-reduce sends and receives, as a multiple of the reduced bytes."""
     return 2 * (sites - 1) / sites
+
+
+def exchange_bytes(elements: float, slices: int, parts: int = 1) -> float:
+    """Return the bytes that a host sends and receives per step to add up gradients in float32 with the other slices.
+
+    With S slices and N elements of the gradient on the host, chunks of each part that its slice computes, and its chunk
+    of the mean:
+
+        (parts + 1) (S - 1) / S x 4 N
+
+    Args:
+      parts: parts of the batch that the slice computes; 1 while no slice is missing.
+    """
+    return (parts + 1) * (slices - 1) / slices * 4 * elements
+
+
+def exchange_gbit_per_s(elements: float, slices: int, compute_s: float) -> float:
+    """Return the rate of a host's network to other slices that keeps a step within `STEP_TIMES_MAX`."""
+    return exchange_bytes(elements, slices) / ((STEP_TIMES_MAX - 1) * compute_s) / GBIT
 
 
 def data_parallel_gbit_per_s(gradient_bytes: float, step_s: float, sites: int, utilisation: float) -> float:

@@ -40,6 +40,9 @@ class Hardware:
     )
     return_c: float = setting(1.0, "second shape of that time", OURS)
     return_scale_s: float = setting(43.0, "scale of that time in seconds", OURS)
+    keep_batch: bool = setting(
+        False, "slices that are left compute the parts of missing ones, so steps take longer", "islands.slices_batch"
+    )
     speed_gap: float = setting(
         0.0, "the slowest learner's steps take this share longer than the fastest's", "the paper: 0 in Table 1"
     )
@@ -140,6 +143,12 @@ class Slices:
         """Return whether no slice is left, so that the learner's state is lost."""
         return len(self._absent) == self._slices
 
+    @property
+    def parts_each(self) -> int:
+        """Return the most parts of a batch that a slice computes in a step."""
+        present = self._slices - len(self._absent)
+        return -(-self._slices // present) if self._hardware.keep_batch and present else 1
+
     def begins_s(self, now_s: float) -> float:
         """Return the time when the next step can start, after stalls and waits; `now_s` at the earliest."""
         begin_s = max(now_s, self._free_s)
@@ -169,7 +178,7 @@ class Slices:
             # The slowest of n chips is above z with probability 1 - (1 - above)^n.
             above = -expm1(log(1.0 - random.random()) / chips)
             share -= hardware.chip_noise * NORMAL.inv_cdf(max(above, TINY))
-        return self._step_s * max(STEP_SHARE_MIN, share)
+        return self.parts_each * self._step_s * max(STEP_SHARE_MIN, share)
 
     def ended(self, began_s: float, now_s: float) -> None:
         """Count a step that has ended, and draw the failures during the step."""
@@ -179,7 +188,7 @@ class Slices:
         step_s = now_s - began_s
         share = 1.0 - len(self._absent) / self._slices
         self.steps += 1
-        self.useful_s += step_s * share
+        self.useful_s += step_s / self.parts_each if self._hardware.keep_batch else step_s * share
         failed = poisson(self._random, self._failures_per_s * share * step_s, self._slices - len(self._absent))
         if failed:
             random, hardware = self._random.random, self._hardware

@@ -27,11 +27,14 @@ class Assumptions:
     syncer_link_gbit_per_s: float = setting(0.0, "rate of the syncer's link, each way; 0: as that of a site", "")
     round_trip_ms: float = setting(60.0, "round trip between a learner and the syncer", "a continent")
     tcp_window_mb: float = setting(4.0, "what one connection may have under way", "Linux's default")
+    slices_gbit_per_s: float = setting(
+        0.0, "rate of a host's network to other slices of its island, each way; 0: unknown, and not judged", ""
+    )
     sites: int = setting(0, "data centres among which the learners are dealt out; 0: one for each learner", "")
-    step_s: float = setting(0.0, "seconds per inner step; 0: from model FLOPs and --mfu, where chips are known", "")
+    step_s: float = setting(0.0, "seconds of computation per inner step; 0: from model FLOPs and --mfu, if known", "")
     mfu: float = setting(0.4, "share of the chips' peak that model FLOPs reach", "between preflight's 0.3 and 0.5")
     chips: int = setting(0, "chips of all learners together; 0: those of the config's islands", "")
-    slices: int = setting(0, "slices of all learners together that fail one by one; 0: one per island", "")
+    slices: int = setting(0, "slices of all learners together that fail one by one; 0: those of the config", "")
     mtbi_years: float = setting(1.0, "mean time between two failures of one chip", "the paper: 1")
     restart_s: float = setting(60.0, "from the return of a slice until its processes ask to join", "assumed")
     syncer_cores: int = setting(16, "cores of the syncer's machine", "assumed")

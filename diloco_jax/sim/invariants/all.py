@@ -11,6 +11,7 @@ from diloco_jax.sim.invariants.learners import (
     CopiesBounded,
     FreshLearnersKeepQuiet,
     NeverWaits,
+    SlicesLoseLittle,
     StepsUndisturbed,
     WaitsBounded,
 )
@@ -48,6 +49,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     CopiesBounded,
     RecoveryIsWhole,
     LeasesAccount,
+    SlicesLoseLittle,
     AnchorsAgree,
     DeltasApply,
     WholeWhereNeeded,

@@ -44,6 +44,8 @@ class BudgetHolds(Checker):
         # Round -> tokens of each value.
         self._values: dict[int, dict[Incarnation, int]] = {}
         self._clocks: dict[Incarnation, int] = {}
+        # Tokens of each process after each of its steps.
+        self._made: dict[Incarnation, list[int]] = {}
 
     def on_syncer_back(self, machine: Syncer, rewound_to: int, now_s: float) -> None:
         super().on_syncer_back(machine, rewound_to, now_s)
@@ -93,11 +95,15 @@ class BudgetHolds(Checker):
         self.check(not self._budget or tokens < self._budget, f"round {note.global_step} closes with {tokens} tokens")
         # The number of the step decides, not the report.
         for name in note.members:
-            step_tokens = self.cluster.nodes[name].step_samples * self.cluster.scenario.sample_tokens
-            self._asked[note.global_step, name] = self.cluster.syncer.membership.members[name].local_step * step_tokens
+            made = self._made.get((name, self._counted.present[name]), [])
+            step = self.cluster.syncer.membership.members[name].local_step
+            self._asked[note.global_step, name] = made[step - 1] if step else 0
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
-        if began and not self.hostile:
+        if not began:
+            made = self._made.setdefault(process.key, [])
+            made.append((made[-1] if made else 0) + process.step.samples * self.cluster.scenario.sample_tokens)
+        elif not self.hostile:
             clock, before = process.step.clock, self._clocks.get(process.key, 0)
             furthest = self._counted.tokens // self._step_tokens + self._reach
             self.check(clock >= before, f"the schedule of {process.name} goes back from step {before} to {clock}")

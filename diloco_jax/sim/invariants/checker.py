@@ -86,7 +86,8 @@ class HealthyChecker(Checker):
         self.bound_s = (pace_s + 10 * self.way_s + timeouts_s) * (1 if self.lossless else 4)
 
     def on_step(self, process: LearnerProcess, began: bool, now_s: float) -> None:
-        # A slow step continues after the end of the slow phase.
-        if began and process.node.factor > 1:
-            ends_s = now_s + longest_step_s(self.cluster.scenario) * process.node.factor
+        # A slow step, or one without some slices, continues after the end of the fault.
+        longer = process.node.factor * process.node.parts_each(process.step.samples)
+        if began and longer > 1:
+            ends_s = now_s + longest_step_s(self.cluster.scenario) * longer
             self.healed_s = max(self.healed_s, ends_s)

@@ -43,6 +43,10 @@ CORPORA_SHARE = 0.4
 BAN_SHARE = 0.2
 # Share of seeds whose fragments have different periods, or whose periods change during the run.
 PERIODS_SHARE = 0.3
+# Share of seeds whose learners have several slices, and lose some of them.
+SLICES_SHARE = 0.25
+# Share of faults of slices that take the leading one too.
+LEADS_SHARE = 0.4
 # Share of seeds whose learners may wait for fragments.
 WAITS_SHARE = 0.3
 
@@ -113,6 +117,7 @@ def random_scenario(seed: int, *, hostile: bool = False) -> Scenario:
     if own.random() < CORPORA_SHARE:
         # Some learners share a corpus, some have their own, and some read the run's.
         drawn = replace(drawn, corpora=tuple(own.choices(("", "a", "b", "c"), k=learners)))
+    drawn = _with_slices(drawn, until_s)
     others = [name for name in stayers[1:] if name not in leaving]
     return _with_people(drawn, others, until_s, hostile=hostile) if others else drawn
 
@@ -129,6 +134,24 @@ def _left_alone(own: Random, drawn: Scenario, owes: Fault) -> Scenario:
     faults = tuple(sorted((*drawn.faults, *crashes)))
     config = replace(drawn.config, sync_every=count, num_fragments=count, overlap_steps=count, quorum=1)
     return replace(drawn, config=config, faults=faults)
+
+
+def _with_slices(drawn: Scenario, until_s: float) -> Scenario:
+    """Give the learners of some scenarios several slices, and let some slices be lost for a while."""
+    own = Random(f"slices of {drawn.seed}")
+    if own.random() >= SLICES_SHARE:
+        return drawn
+    slices, faults = own.randint(2, 4), list(drawn.faults)
+    for _ in range(own.randint(1, 5)):
+        at_s, leads = own.uniform(0.0, 0.8 * until_s), own.random() < LEADS_SHARE
+        duration_s = min(own.choice((1.0, 3.0, 40.0)), until_s - at_s)
+        lost, notice_s = own.randint(1, slices), own.choice((0.02, 1.0, NEVER_S))
+        who = (own.choice(drawn.names),)
+        faults.append(Fault(at_s, "slice", who, duration_s, lost, notice_s, leads=leads))
+    shrinks = own.random() < 0.5
+    # The budget of tokens is for whole steps.
+    tokens = drawn.tokens * slices
+    return replace(drawn, slices=slices, shrinks=shrinks, tokens=tokens, faults=tuple(sorted(faults)))
 
 
 def _with_people(drawn: Scenario, others: list[str], until_s: float, *, hostile: bool) -> Scenario:

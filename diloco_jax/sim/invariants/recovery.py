@@ -105,7 +105,8 @@ class RecoveryIsWhole(Checker):
         self._check_fragments(process, effect, staged.anchors)
 
     def _check_own(self, process: LearnerProcess, effect: AdoptState) -> None:
-        name, saved, limit = process.name, process.node.saved[-1], self.config.own_state_age_max
+        name, saved, limit = process.name, process.node.own, self.config.own_state_age_max
+        assert saved is not None, f"{name} takes over its own state, and has none"
         saved_step = saved.described.global_step
         age = abs(saved_step - self._welcomed[process.key])
         self.check(saved_step == effect.donor_step, f"{name} has saved step {saved_step}, but does {effect}")

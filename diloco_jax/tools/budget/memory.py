@@ -29,6 +29,8 @@ SYNCER_PROCESS_BYTES = 450e6
 CONNECTION_BYTES = 16 << 20
 # Copies of a fragment on its way to disk: its chunks, or the slices that form it.
 DISK_COPIES = 1
+# Copies of a gradient in float32 while slices exchange it: the part, the mean, and the chunks of other slices.
+GRADIENT_COPIES = 3
 # Arrays of a fragment beside the newest values: the one that is being decoded, and the free ones.
 CPU_COPIES = 1 + FREE_MAX
 
@@ -52,6 +54,8 @@ class Hbm(NamedTuple):
     base: float = 0.0
     # Values that wait for their adoption, in float32.
     arriving: float = 0.0
+    # The mean gradient of all slices in float32, which the update reads while the next gradient may be allocated.
+    mean_gradient: float = 0.0
 
     @property
     def fixed(self) -> float:
@@ -72,6 +76,10 @@ class HostMemory(NamedTuple):
     state_while_given_away: float
     # The memory of emulated devices, without activations.
     emulated_devices: float
+    # What the host's devices hold of a gradient, of its mean and of other slices' gradients, if an island has several.
+    gradients_between_slices: float = 0.0
+    # What they hold of the whole state, copied for a new leader or a returning slice.
+    state_of_a_slice: float = 0.0
 
 
 class SyncerMemory(NamedTuple):
@@ -127,7 +135,9 @@ def chip_memory(run: ResolvedRun, blueprint: Blueprint) -> Hbm:
     staged = [sum(_staged_bytes(window, config.wire.up, rebase) for window in each) for each in windows]
     arriving = sum(sorted(anchors, reverse=True)[:PLACED_MAX])
     on_way = _staged_at_once(run, staged)
-    return Hbm(parameters, optimizer, sum(anchors), residuals, on_way, parameters, base, arriving)
+    several = config.islands.slices > 1
+    mean = sum(_shard_bytes(leaf, leaf.sharding, 4) for leaf in blueprint.tensors.values()) if several else 0
+    return Hbm(parameters, optimizer, sum(anchors), residuals, on_way, parameters, base, arriving, mean)
 
 
 def anchor_bytes(blueprint: Blueprint, fragment: Fragment) -> float:
@@ -156,6 +166,11 @@ def held_elements(blueprint: Blueprint, fragment: Fragment, hosts: int) -> HeldE
         distinct, others = _shards_of_hosts(sizes, frozenset(axes), hosts)
         on_host, passed = on_host + distinct * shard, passed + others * shard
     return HeldElements(on_host, passed)
+
+
+def elements_on_host(run: ResolvedRun, blueprint: Blueprint, hosts: int) -> float:
+    """Count the elements of all fragments on the devices of one host, each once."""
+    return sum(held_elements(blueprint, fragment, hosts).on_host for fragment in run.fragments)
 
 
 def moments_on_host(blueprint: Blueprint, hosts: int) -> float:
@@ -194,19 +209,25 @@ def _shards_of_hosts(sizes: tuple[tuple[str, int], ...], axes: frozenset[str], h
     return int(np.bincount(held[0]).max()), float(np.bincount(held[0], others).max())
 
 
-def host_memory(run: ResolvedRun, island: IslandConfig, blueprint: Blueprint, emulated: int) -> HostMemory:
+def host_memory(
+    run: ResolvedRun, island: IslandConfig, blueprint: Blueprint, emulated: int, slices: int = 1
+) -> HostMemory:
     """Add up the memory of each host of an island; a host has what its devices hold of the global model.
 
     Args:
         emulated: number of devices that the island's hosts emulate.
+        slices: number of slices of the island, whose hosts are alike.
     """
-    sizes = [held_elements(blueprint, fragment, island.hosts).on_host for fragment in run.fragments]
+    hosts, several = island.hosts, slices > 1
+    sizes = [held_elements(blueprint, fragment, hosts).on_host for fragment in run.fragments]
     return HostMemory(
         PROCESS_BYTES,
         4.0 * (sum(sizes) + max(CPU_COPIES * max(sizes), sum(sizes))),
-        _staged_at_once(run, run.payload_bytes(run.config.wire.up)) / island.hosts,
-        blueprint.state_layout.num_bytes / island.hosts,
-        sum(chip_memory(run, blueprint)) * emulated / island.hosts if emulated else 0.0,
+        _staged_at_once(run, run.payload_bytes(run.config.wire.up)) / hosts,
+        blueprint.state_layout.num_bytes / hosts,
+        sum(chip_memory(run, blueprint)) * emulated / hosts if emulated else 0.0,
+        GRADIENT_COPIES * 4.0 * sum(sizes) if several else 0.0,
+        4.0 * sum(sizes) + moments_on_host(blueprint, hosts) if several else 0.0,
     )
 
 
@@ -249,8 +270,9 @@ def _staged_at_once(run: ResolvedRun, sizes: Sequence[float]) -> float:
     return sum(sorted(sizes, reverse=True)[:at_once])
 
 
-def _shard_bytes(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding) -> int:
-    return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+def _shard_bytes(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.NamedSharding, width: int = 0) -> int:
+    """Return the bytes of an array on each chip, with `width` bytes per element or those of its dtype."""
+    return math.prod(sharding.shard_shape(leaf.shape)) * (width or leaf.dtype.itemsize)
 
 
 def _on_host(window: Window, format: Format) -> bool:

@@ -19,6 +19,7 @@ from diloco_jax.tools.budget.memory import (
     HostMemory,
     SyncerMemory,
     chip_memory,
+    elements_on_host,
     host_memory,
     syncer_memory,
 )
@@ -107,21 +108,28 @@ def link_needs(run: ResolvedRun, up: Format | None = None, down: Format | None =
 
 
 class IslandKind(NamedTuple):
-    """Islands with equal settings."""
+    """Islands with equal settings; of an island of several slices they are those of each slice."""
 
     # Their common settings.
     island: IslandConfig
     # Their names.
     names: tuple[str, ...]
+    # Slices of each island, which all have the whole model and share its batch.
+    slices: int = 1
 
     @property
     def topology(self) -> Topology | None:
-        """Return the TPU slice of each island; None if the config names none."""
+        """Return the TPU slice of each island, or of each of its slices; None if the config names none."""
         return self.island.slice
 
     @property
+    def part_size(self) -> int:
+        """Return the sequences of a step that each slice computes while none is missing."""
+        return self.island.batch_size // self.slices
+
+    @property
     def chips(self) -> int:
-        """Count the devices of each; the fewest that the mesh allows if the config has no number."""
+        """Count the devices of each, or of each slice; the fewest that the mesh allows if the config has no number."""
         if self.topology or self.island.devices:
             return self.topology.devices if self.topology else self.island.devices
         sizes = [getattr(self.island.mesh, axis) for axis in MESH_AXES]
@@ -157,8 +165,13 @@ class IslandOutline(NamedTuple):
     @property
     def chips(self) -> int:
         """Count the chips of all islands of this kind, which may each be several devices for JAX."""
-        topology = self.kind.topology
-        return (topology.chips if topology else self.kind.chips) * len(self.kind.names)
+        topology, slices = self.kind.topology, self.kind.slices * len(self.kind.names)
+        return (topology.chips if topology else self.kind.chips) * slices
+
+    @property
+    def host_elements(self) -> float:
+        """Count the elements of the model on the devices of one host, each once."""
+        return elements_on_host(self.run, self.blueprint, self.kind.island.hosts)
 
     def as_dict(self) -> dict[str, Any]:
         hbm, host = self.needs.hbm, self.needs.host
@@ -172,7 +185,7 @@ def kinds_of(config: RunConfig) -> list[IslandKind]:
     for name in config.islands.names:
         island = config.island(name)
         alike = repr(island._replace(name="", zone=""))
-        known = found.get(alike, IslandKind(island, ()))
+        known = found.get(alike, IslandKind(island, (), config.islands.slices))
         found[alike] = known._replace(names=(*known.names, name))
     return list(found.values())
 
@@ -198,7 +211,7 @@ def island_needs(run: ResolvedRun, kind: IslandKind, blueprint: Blueprint) -> Is
     return IslandNeeds(
         hbm,
         topology.generation.hbm_bytes if topology else None,
-        host_memory(run, kind.island, blueprint, emulated),
+        host_memory(run, kind.island, blueprint, emulated, kind.slices),
         topology.host_bytes if topology else None,
         SAVED_MAX * round(saved) if run.config.protocol.snapshot_every else 0,
     )

@@ -190,7 +190,9 @@ def _chip_names(count: int, root: Path) -> list[str]:
 def islands_memory(config: RunConfig) -> float:
     """Return the estimated memory of all processes of all islands, if they run on one machine."""
     kinds = outlines(config)
-    return sum(sum(each.needs.host) * each.kind.island.hosts * len(each.kind.names) for each in kinds)
+    return sum(
+        sum(each.needs.host) * each.kind.island.hosts * each.kind.slices * len(each.kind.names) for each in kinds
+    )
 
 
 def check_chips(expected: Topology | None, pci: Path = PCI) -> Check:
@@ -258,7 +260,7 @@ def part_of(config: RunConfig, island: str = "") -> ProcessPart:
     """Return the part of an island's process, by default the syncer's; ValueError if the model cannot be loaded."""
     if config.model.own:
         return ProcessPart(None, {}, None, None, None)
-    planned = outline(config, IslandKind(config.island(island), (island,)))
+    planned = outline(config, IslandKind(config.island(island), (island,), config.islands.slices))
     settings = dict(planned.run.fingerprint(_corpus(config)))
     # Only the syncer runs the user's outer optimizer and evaluation.
     if not island:

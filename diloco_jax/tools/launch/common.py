@@ -29,6 +29,10 @@ OF_CHIPS = {
 }
 # The ways whose machines GKE makes; they ask for them alike.
 ON_GKE = ("gke", "pathways")
+# The ways that start each slice of an island of several where the others find it again.
+WITH_SLICES = ("gke", "tpu-vm", "slurm")
+# The port where each host of such a slice listens for those of the others.
+SLICES_PORT = 7100
 # The placeholder for the bucket's name in paths.
 BUCKET = "{bucket}"
 ABOUT_SYNCER = "The syncer. `delete` keeps its disk; when the syncer is created again, the run continues from it."
@@ -60,9 +64,9 @@ class Site(NamedTuple):
 
 
 class IslandMachines(NamedTuple):
-    """One island's machines."""
+    """The machines of an island, or of one slice of an island of several."""
 
-    # The names of the island and of its machines.
+    # The names of the island and of these machines.
     name: str
     resource: str
     # The island's TPU slice.
@@ -70,6 +74,14 @@ class IslandMachines(NamedTuple):
     zone: str
     asked: Asked
     image: str
+    # The number of the slice, and the names of the machines of all slices of the island; none for an island of one.
+    slice: int = 0
+    slices: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Return the name of these machines in the run, which files have too."""
+        return f"{self.name}-slice-{self.slice}" if self.slices else self.name
 
     @property
     def region(self) -> str:
@@ -77,7 +89,7 @@ class IslandMachines(NamedTuple):
 
     def __str__(self) -> str:
         hosts = f"{self.topology.hosts} host{'s' * (self.topology.hosts > 1)}"
-        return f"{self.name}: {self.topology} ({self.topology.accelerator_type}, {hosts}) in {self.zone}"
+        return f"{self.label}: {self.topology} ({self.topology.accelerator_type}, {hosts}) in {self.zone}"
 
 
 def region_of(zone: str) -> str:
@@ -110,6 +122,7 @@ def slices_of(
     check_label("name", config.name)
     check_label("cloud.namespace", config.cloud.namespace)
     check_label("cloud.cluster", config.cloud.cluster)
+    check_slices(config, way)
     slices = []
     for name in config.islands.names if names is None else names:
         island, place = config.island(name), config.place(name)
@@ -119,7 +132,11 @@ def slices_of(
                     f"{name} has no {what}; set islands.{what}, or islands.each.{name}.{what}: --islands.{what} VALUE"
                 )
         check_zone(f"{name}'s zone", island.zone)
-        resource = check_label(f"the name of {name}'s machines (name, island)", f"{config.name}-{name}")
+        numbers = [f"-slice-{number}" * (config.islands.slices > 1) for number in range(config.islands.slices)]
+        resources = tuple(
+            check_label(f"the name of {name}'s machines (name, island)", f"{config.name}-{name}{number}")
+            for number in numbers
+        )
         assert island.slice is not None, "an island with a topology has a slice"
         if lacks := [each for each in OF_CHIPS[way] if not getattr(island.slice.generation, each)]:
             raise ValueError(
@@ -127,9 +144,24 @@ def slices_of(
                 "another way, or write it into islands.generations"
             )
         asked = asked_of(config.cloud_of(name), way)
-        slices.append(IslandMachines(name, resource, island.slice, island.zone, asked, place.image))
+        machines = IslandMachines(name, "", island.slice, island.zone, asked, place.image)
+        siblings = resources if len(resources) > 1 else ()
+        slices += [
+            machines._replace(resource=resource, slice=number, slices=siblings)
+            for number, resource in enumerate(resources)
+        ]
     check_zone("cloud.syncer_zone", syncer_zone(config))
     return slices
+
+
+def check_slices(config: RunConfig, way: str) -> None:
+    """Check that a way can start islands of several slices, if the config has them; ValueError otherwise."""
+    if config.islands.slices > 1 and way not in WITH_SLICES:
+        raise ValueError(
+            f"islands.slices is {config.islands.slices}, but with launch {way} a machine that replaces another one has "
+            f"a new address, where other slices do not look for it; use launch {', '.join(WITH_SLICES)}, or start the "
+            "slices yourself (docs/slices.md)"
+        )
 
 
 def check_label(what: str, name: str) -> str:
@@ -241,6 +273,16 @@ def certificate_files(name: str) -> list[str]:
 def learner_words(name: str, syncer: str) -> list[str]:
     """Return the arguments of `diloco` on every host of an island; `syncer` is host:port."""
     return ["learner", CONFIG_PATH, "--island", name, "--syncer", syncer, "--run-dir", RUN_DIR]
+
+
+def slice_words(each: IslandMachines, host: str) -> list[str]:
+    """Return the arguments that name a slice and where its host finds the hosts of the others; [] for an island of one.
+
+    Args:
+      host: name of a slice's host, with {} for the name of the slice's machines.
+    """
+    addresses = ",".join(f"{host.replace('{}', resource)}:{SLICES_PORT}" for resource in each.slices)
+    return ["--slice", str(each.slice), "--slices", addresses] if each.slices else []
 
 
 def syncer_words() -> list[str]:

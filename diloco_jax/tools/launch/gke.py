@@ -1,8 +1,9 @@
 """Google Kubernetes Engine: a cluster per region, a JobSet per island, and a StatefulSet for the syncer.
 
 The syncer is behind a load balancer. When a host fails, its Job fails, and the JobSet restarts all hosts of the island.
-Other islands have separate JobSets, so they are not affected. Fields of JobSet: jobset.sigs.k8s.io, API
-jobset.x-k8s.io/v1alpha2.
+Other islands have separate JobSets, so they are not affected. Each slice of an island of several has a separate JobSet
+too, and finds the others under the names of their pods, which outlive the pods. Fields of JobSet:
+jobset.sigs.k8s.io, API jobset.x-k8s.io/v1alpha2.
 """
 
 import math
@@ -28,6 +29,8 @@ JOBSET = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.12.0/ma
 CONTROLLER_MACHINE = "e2-standard-4"
 # Kueue's check that requests machines of flex-start capacity; all runs of a cluster share it.
 CHECK = "diloco-flex-start"
+# The name of a JobSet's pod: that of the pod with the same number in another JobSet of the island, for slices.
+HOST = "{}-host-0-$(JOB_COMPLETION_INDEX).{}"
 # Flags of a pool that may stay empty until there is capacity.
 GROWS = ("--enable-autoscaling", "--min-nodes=0", "--location-policy=ANY")
 
@@ -49,22 +52,22 @@ def parts(config: RunConfig, slices: list[IslandMachines], needs: Needs, syncer:
     for region in regions:
         here = [each for each in slices if each.region == region]
         folder = f"clusters/{region}"
-        names = [each.name for each in here]
+        names = list(dict.fromkeys(each.name for each in here))
         certified = [*names, "syncer"] if region == syncer_region else names
         files[f"{folder}/cluster.sh"] = cluster_script(
             config,
             region,
             here,
-            manifests=names,
+            manifests=[each.label for each in here],
             pools=pools(config, region, here, syncer=syncer),
-            queued=[each.name for each in here if config.cloud_of(each.name).queue],
+            queued=[each.label for each in here if config.cloud_of(each.name).queue],
             by_request=any(_by_request(config, each.name) for each in here),
             certificates={name: common.certificate_files(name) for name in certified},
         )
         files[f"{folder}/common.yaml"] = common_manifest(config, settings)
-        if queued := [each.name for each in here if _by_request(config, each.name)]:
+        if queued := [each.label for each in here if _by_request(config, each.name)]:
             files[f"{folder}/admission.yaml"] = render("gke/admission.yaml", check=CHECK, islands=queued)
-        files |= {f"{folder}/{each.name}.yaml": island_manifest(config, each, needs) for each in here}
+        files |= {f"{folder}/{each.label}.yaml": island_manifest(config, each, needs) for each in here}
     if syncer:
         files[f"clusters/{syncer_region}/syncer.yaml"] = syncer_manifest(config, needs)
     create, delete = (("./syncer.sh create",), ("./syncer.sh delete",)) if syncer else ((), ())
@@ -88,7 +91,7 @@ def common_manifest(config: RunConfig, settings: str) -> str:
 
 
 def island_manifest(config: RunConfig, each: IslandMachines, needs: Needs) -> str:
-    """Return the manifest of an island's JobSet."""
+    """Return the manifest of the JobSet of an island, or of one slice of it."""
     cloud = config.cloud_of(each.name)
     return render(
         "gke/island.yaml",
@@ -101,7 +104,7 @@ def island_manifest(config: RunConfig, each: IslandMachines, needs: Needs) -> st
         wrong_input=WRONG_INPUT,
         ends=[WRONG_INPUT, *ASKED_TO_END],
         states=f"{common.RUN_DIR}/{STATES}/{each.name}",
-        arguments=common.learner_words(each.name, "$(DILOCO_SYNCER)"),
+        arguments=[*common.learner_words(each.name, "$(DILOCO_SYNCER)"), *common.slice_words(each, HOST)],
         environment=common.environment(config, each.name),
         memory=memory(island_bytes(needs, each.name)),
     )

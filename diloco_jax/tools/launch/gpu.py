@@ -1,7 +1,9 @@
 """GPU machines: jobs of a Slurm cluster with a shared folder, or tasks of SkyPilot.
 
-An island of N processes is a Slurm job with N tasks; Slurm places them and assigns the GPUs. SkyPilot starts one
-process on each node, and it gets all GPUs of the node. Fields of tasks: sky/utils/schemas.py of SkyPilot 0.14.
+An island of N processes is a Slurm job with N tasks; Slurm places them and assigns the GPUs. An island of several
+slices is one job too, with a node for each host and a step for each slice, so slices keep their addresses when they
+restart. SkyPilot starts one process on each node, and it gets all GPUs of the node. Fields of tasks:
+sky/utils/schemas.py of SkyPilot 0.14.
 """
 
 import math
@@ -9,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from diloco_jax.runtime.records.signals import ASKED_TO_END, WRONG_INPUT
+from diloco_jax.runtime.records.signals import ASKED_TO_END, INTERRUPTED, TERMINATED, WRONG_INPUT
 from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump
@@ -36,6 +38,7 @@ class GpuLauncher(NamedTuple):
     def slices(self, config: RunConfig, site: Site | None = None) -> list[IslandConfig]:
         """Check the config, and return the islands; ValueError if a setting is missing, such as the number of GPUs."""
         common.check_label("name", config.name)
+        common.check_slices(config, self.name)
         islands = [config.island(name) for name in (config.islands.names if site is None else site.names)]
         if alike := next((each.name for each in islands if not each.devices), ""):
             raise ValueError(f"{alike} has no number of GPUs; set islands.devices to the GPUs of all its hosts")
@@ -61,7 +64,8 @@ class GpuLauncher(NamedTuple):
             # Machines outside of Google Cloud may have no access to its bucket.
             states = config.checkpoints.states.replace(common.BUCKET, config.cloud.bucket)
             settings = replace(settings, checkpoints=replace(settings.checkpoints, states=states))
-        readme = render("gpu/README.md", way=self.name, name=config.name, port=config.cloud.port, create=create)
+        said = {"name": config.name, "port": config.cloud.port, "slices": config.islands.slices, "create": create}
+        readme = render("gpu/README.md", way=self.name, **said)
         return replace(
             own,
             create=create,
@@ -97,12 +101,15 @@ def slurm(config: RunConfig, needs: Needs, site: Site) -> Plan:
         )
     for name in site.names:
         island = config.island(name)
-        gpus = island.devices // island.hosts
+        gpus, slices = island.devices // island.hosts, config.islands.slices
         files[f"{name}.sbatch"] = render(
-            "slurm/island.sbatch",
+            "slurm/island.sbatch" if slices == 1 else "slurm/slices.sbatch",
             **everywhere,
             name=name,
             hosts=island.hosts,
+            slices=slices,
+            restarts=config.cloud.restarts_max,
+            final={"wrong input": WRONG_INPUT, "asked to end": INTERRUPTED, "the same, at once": TERMINATED},
             gpus=gpus,
             memory_gib=max(GPU_GIB, _gib(island_bytes(needs, name) / gpus)),
         )

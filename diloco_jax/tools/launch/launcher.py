@@ -112,6 +112,8 @@ class Launcher(NamedTuple):
             config=common.CONFIG_PATH,
             port=cloud.port,
             ranges=cloud.source_ranges,
+            slices_port=common.SLICES_PORT,
+            unit="slice" if slices[0].slices else "island",
         )
 
 

@@ -22,6 +22,8 @@ USER = 10001
 DISK = "diloco-run"
 # The time that a container has to stop.
 STOP_S = 60
+# Each host of a slice writes its number in place of this into its arguments.
+NUMBER = "{host}"
 # The port of JAX's coordinator; JAX uses the same one on TPUs.
 COORDINATOR_PORT = 8482
 
@@ -53,7 +55,7 @@ def parts(
         steps: the verbs of the islands' scripts that a launch calls.
         with_syncer: whether the syncer is at this place, too.
     """
-    scripts = {f"islands/{each.name}.sh": island_script(config, each) for each in slices}
+    scripts = {f"islands/{each.label}.sh": island_script(config, each) for each in slices}
     syncer, made, gone = dict[str, str](), tuple[str, ...](), tuple[str, ...]()
     if with_syncer:
         syncer = {"syncer.sh": syncer_script(config), "syncer-boot.sh": boot_script("vm/syncer-boot.sh")}
@@ -77,7 +79,8 @@ def _metadata(words: list[str], secret: str) -> str:
 
 def _learner(each: IslandMachines) -> list[str]:
     """Return the arguments of `diloco` on every host of an island; the script sets $syncer and $PORT."""
-    return [*common.learner_words(each.name, "$syncer:$PORT"), "--preemption", "gce"]
+    learner = common.learner_words(each.name, "$syncer:$PORT")
+    return [*learner, *common.slice_words(each, f"{{}}-host-{NUMBER}"), "--preemption", "gce"]
 
 
 def syncer_script(config: RunConfig) -> str:

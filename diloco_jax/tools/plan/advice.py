@@ -17,6 +17,7 @@ from diloco_jax.tools.plan.bucket import HOPS, request_figures
 from diloco_jax.tools.plan.case import BUSY_MAX, Case, changed
 from diloco_jax.tools.plan.forecast import bucket_traffic, recovery, wait
 from diloco_jax.tools.plan.rates import OFF_BY, rate_factor
+from diloco_jax.tools.plan.slices import slices_advice
 from diloco_jax.tools.plan.verdict import MADE_MIN
 from diloco_jax.transport.link import STRIPES_MAX
 
@@ -71,7 +72,7 @@ def advise(case: Case) -> list[Advice]:
     else:
         choice = choose(case, stripes)
         own = _stripes(case, stripes)
-    return [*_turns(case, choice), own, *_rate(choice), *_budget(case), *_others(choice, stripes)]
+    return [*_turns(case, choice), own, *_rate(choice), *_budget(case), *_others(choice, stripes), *slices_advice(case)]
 
 
 def poll_for(case: Case) -> float:

@@ -14,7 +14,7 @@ from diloco_jax.runtime.island.adoptions import THREADS_MAX
 from diloco_jax.settings.resolved import ResolvedRun, resolve
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import gpu_peak_flops
-from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds
+from diloco_jax.sim.goodput.bandwidth import GBIT, Rounds, exchange_bytes
 from diloco_jax.sim.goodput.settings import Assumptions
 from diloco_jax.tools.budget.memory import base_parameters, held_elements, num_parameters
 from diloco_jax.tools.budget.needs import IslandOutline, link_needs, outlines
@@ -43,6 +43,13 @@ class TimedKind(NamedTuple):
     step_s: float
     # The origin of `step_s`, in words.
     step_from: str
+    # The part of `step_s` when slices exchange gradients; 0 for islands of one slice, or over an unknown network.
+    exchange_s: float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """Return the time that a slice needs to compute its part of a step."""
+        return self.step_s - self.exchange_s
 
 
 @dataclass(frozen=True)
@@ -213,6 +220,15 @@ def changed(case: Case, **sections: Mapping[str, Any]) -> Case:
 
 
 def _timed(config: RunConfig, each: IslandOutline, assumed: Assumptions) -> TimedKind:
+    """Return a kind of islands with the time of its step: computation, then the exchange over a known network."""
+    found, rate = _computed(config, each, assumed), GBIT * assumed.slices_gbit_per_s
+    if not rate:
+        return found
+    exchange_s = exchange_bytes(each.host_elements, each.kind.slices) / rate
+    return found._replace(step_s=found.step_s + exchange_s, exchange_s=exchange_s)
+
+
+def _computed(config: RunConfig, each: IslandOutline, assumed: Assumptions) -> TimedKind:
     if assumed.step_s:
         return TimedKind(each, assumed.step_s, "given")
     topology, seq_len, gpu = each.kind.topology, config.train.seq_len, each.kind.island.accelerator
@@ -224,7 +240,8 @@ def _timed(config: RunConfig, each: IslandOutline, assumed: Assumptions) -> Time
         peak_flops, chips = topology.peak_flops, str(topology)
     else:
         peak_flops, chips = (gpu_flops or 0.0) * each.kind.chips, f"{each.kind.chips} {gpu}"
-    shapes, batch = each.blueprint.shapes, each.kind.island.batch_size
+    # Slices compute their parts at the same time.
+    shapes, batch = each.blueprint.shapes, each.kind.part_size
     flops = model_flops(config.model, shapes, batch, seq_len, config.data.soft_tokens).flops
     how = f"model FLOPs at {assumed.mfu:.0%} of the peak of {chips}"
     return TimedKind(each, flops / (peak_flops * assumed.mfu), how)

@@ -29,6 +29,7 @@ from diloco_jax.tools.plan.bucket import BucketTraffic, CopiedSnapshots, request
 from diloco_jax.tools.plan.case import PAYLOAD_SHARE, Case, changed
 from diloco_jax.tools.plan.growth import growth
 from diloco_jax.tools.plan.prices import prices
+from diloco_jax.tools.plan.slices import FOUND_S, RETURNED_S, slices_rows
 from diloco_jax.tools.plan.verdict import verdict
 from diloco_jax.training.whole_state.moving import MovingLayout
 
@@ -46,6 +47,12 @@ SEED = 0
 FAILURES = 2000
 # The least steps of a learner between two failures. With fewer, the failure's place in a step would change the result.
 STEPS_PER_FAILURE = 50
+# The same in mean times until a lost slice is back, for learners of several slices. With fewer, failures overlap.
+RETURNS_PER_FAILURE = 20
+# The least simulated steps until a lost slice is back. With fewer, the end of its absence is known less exactly.
+STEPS_PER_RETURN = 10
+# The mean time until a lost slice is back, with the default shapes and scale of `Hardware`.
+RETURN_S = 64.5
 # The least and the most simulated steps of a learner.
 STEPS_MIN, STEPS_MAX = 1000, 200_000
 
@@ -235,7 +242,7 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
       ValueError: there are fewer slices than learners, or fewer chips than slices.
     """
     assumed, learners = case.assumed, case.learners
-    slices = assumed.slices or learners
+    slices = assumed.slices or learners * case.config.islands.slices
     if slices < learners:
         raise ValueError(f"--slices is {slices}, but each of {learners} islands has at least one; raise it")
     if case.chips < slices:
@@ -243,15 +250,12 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
             f"{case.chips} chips cannot be cut into {slices} slices; raise --chips, or lower --slices or islands.count"
         )
     between_s = assumed.mtbi_years * YEAR_S / case.chips
-    observed_s = max(FAILURES * between_s, STEPS_MIN * case.step_s)
-    lockstep = case.config.protocol.lockstep
-    # If failures are far apart, longer simulated steps give the same result. A synchronous run keeps its true step,
-    # because its rounds have a fixed number of steps.
-    step_s = case.step_s if lockstep else max(case.step_s, learners * between_s / STEPS_PER_FAILURE)
-    hardware = Hardware(step_s=step_s, slices=slices, mtbi_chip_s=assumed.mtbi_years * YEAR_S)
+    hardware, rarer = _simulated(case, slices, between_s)
+    observed_s = max(FAILURES * between_s / rarer, STEPS_MIN * case.step_s)
     # A learner that loses its only slice restarts.
     if slices == learners:
         hardware = replace(hardware, down_s=0.0, up_s=min(away_s, observed_s))
+    lockstep, step_s = case.config.protocol.lockstep, hardware.step_s
     wan, hours = Wan(), observed_s / 3600
     if lockstep:
         hours = min(hours, STEPS_MAX * step_s / 3600)
@@ -260,18 +264,43 @@ def expected_goodput(case: Case, away_s: float) -> dict[str, Any]:
     protocol = ProtocolConfig(sync_every=every, num_fragments=1)
     method = "sync" if lockstep else "decoupled"
     own = expected(Cell(hardware, method, learners, case.chips, hours, SEED, wan, protocol))
-    alone = replace(
-        hardware, step_s=max(case.step_s, between_s / STEPS_PER_FAILURE), down_s=0.0, up_s=assumed.restart_s
+    alone = Hardware(
+        step_s=max(case.step_s, between_s / STEPS_PER_FAILURE),
+        slices=slices,
+        mtbi_chip_s=assumed.mtbi_years * YEAR_S,
+        down_s=0.0,
+        up_s=assumed.restart_s,
     )
-    rigid = expected(Cell(alone, "rigid", 1, case.chips, observed_s / 3600, SEED))
+    rigid = expected(Cell(alone, "rigid", 1, case.chips, observed_s * rarer / 3600, SEED))
     return {
         "slices": slices,
         "hours_between_failures": between_s / 3600,
         "simulated_hours": hours,
-        "goodput": own.goodput,
-        "uptime": own.uptime,
+        "goodput": 1 - (1 - own.goodput) / rarer,
+        "uptime": 1 - (1 - own.uptime) / rarer,
         "rigid_goodput": rigid.goodput,
     }
+
+
+def _simulated(case: Case, slices: int, between_s: float) -> tuple[Hardware, float]:
+    """Return hardware whose simulation takes few steps, and how many times as rare failures are in truth.
+
+    If failures are far apart, longer steps give the same result for learners of one slice. Learners of several slices
+    notice only between two steps that a slice is back, so for them failures come closer together instead, and each
+    costs as much as before. A synchronous run keeps its true step, because its rounds have a fixed number of steps.
+    """
+    islands, learner_s, mtbi_s = case.config.islands, case.learners * between_s, case.assumed.mtbi_years * YEAR_S
+    hardware = Hardware(step_s=case.step_s, slices=slices, mtbi_chip_s=mtbi_s)
+    if islands.slices > 1:
+        keep = islands.slices_batch == "keep"
+        hardware = replace(hardware, down_s=islands.straggler_s + FOUND_S, up_s=RETURNED_S, keep_batch=keep)
+    if case.config.protocol.lockstep:
+        return hardware, 1.0
+    if slices == case.learners:
+        return replace(hardware, step_s=max(case.step_s, learner_s / STEPS_PER_FAILURE)), 1.0
+    step_s = max(case.step_s, RETURN_S / STEPS_PER_RETURN)
+    rarer = max(1.0, learner_s / max(STEPS_PER_FAILURE * step_s, RETURNS_PER_FAILURE * RETURN_S))
+    return replace(hardware, step_s=step_s, mtbi_chip_s=max(1.0, mtbi_s / rarer)), rarer
 
 
 def bucket_traffic(case: Case) -> BucketTraffic:
@@ -358,6 +387,7 @@ def forecast(case: Case, advice: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         },
         "bytes": wire_bytes(case),
         "link": link_state(case),
+        "slices": slices_rows(case),
         "latency": latency_rows(case),
         "syncer": load,
         "growth": growth(case),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from textwrap import fill
 from typing import Any
 
-from diloco_jax.sim.goodput.bandwidth import UTILISATIONS
+from diloco_jax.sim.goodput.bandwidth import STEP_TIMES_MAX, UTILISATIONS
 from diloco_jax.tools.budget.figures import count, duration, size
 from diloco_jax.tools.plan.growth import MANY
 from diloco_jax.tools.plan.verdict import describe_verdict
@@ -22,6 +22,7 @@ def describe(result: Row) -> str:
         _bytes(result),
         _rates(result),
         _link(result["link"], tau),
+        *([_slices(result["slices"])] if result["slices"] else []),
         _latency(result["latency"]),
         _syncer(result["syncer"]) + _growth(result["growth"]),
         _memory(result["memory"]),
@@ -105,6 +106,26 @@ def _link(link: Row, tau: int) -> list[str]:
     ]
 
 
+def _slices(rows: list[Row]) -> list[str]:
+    """Format what slices of an island exchange, and its steps without one of them."""
+    lines = []
+    for row in rows:
+        names, lost = row["islands"], row["one_lost"]
+        whose = names[0] + (f" and {len(names) - 1} like it" if len(names) > 1 else "")
+        each = f"for each of the {row['hosts']} hosts of a slice" if row["hosts"] > 1 else "for each slice"
+        rate, needed = row["gbit_per_s"], f"{row['gbit_per_s_needed']:.3g} Gbit/s {each}"
+        over = f"; over {rate:.3g} Gbit/s it takes {row['step_times']:.3g} times" if rate else ""
+        lines += [
+            f"slices        {whose}: {row['slices']} slices, each computes {row['part_size']} of {row['batch_size']} "
+            f"sequences in {row['compute_s']:.3g} s",
+            f"              gradients per step {size(row['exchange_bytes'])} each way {each}, in float32",
+            f"              a step takes at most {STEP_TIMES_MAX:g} times its computation with {needed}{over}",
+            f"              without one slice: keep {lost['keep']['step_s']:.3g} s per step of all sequences, shrink "
+            f"{lost['shrink']['step_s']:.3g} s of {lost['shrink']['batch_size']}; the config has {row['slices_batch']}",
+        ]
+    return lines
+
+
 def _data_parallel(link: Row) -> list[str]:
     ratio = link["times_data_parallel"]
     times = f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
@@ -176,7 +197,7 @@ def _memory(memory: Row) -> list[str]:
         host += f" of {size(limit)}" if (limit := each["host_limit_bytes"]) else ""
         lines += [
             f"{unit + ' memory':<14}{chip}, on each {unit} of {each['islands'][0]}",
-            f"              {', '.join(f'{name} {size(one)}' for name, one in hbm.items())}",
+            f"              {_parts(hbm)}",
             "              an estimate from shapes; `diloco preflight` compiles the programs and is exact",
             f"CPU memory    {host} on each host: {_parts(each['host'])}",
         ]

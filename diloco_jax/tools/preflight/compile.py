@@ -31,6 +31,8 @@ from diloco_jax.training.flops import ModelFlops
 
 Say = Callable[[str], None]
 GIB = 2**30
+# The programs of a whole step, and of the gradient of a slice's part if an island has several slices.
+STEPS = ("step", "gradient")
 # Model FLOPs utilisation in the pessimistic and in the optimistic estimate of a step's time.
 MFU = (0.3, 0.5)
 
@@ -66,9 +68,9 @@ class Memory(NamedTuple):
 class Built(NamedTuple):
     """A compiled program, or one that did not fit into memory."""
 
-    # create, step, stage, adopt or rebase.
+    # create, step, gradient, update, stage, adopt or rebase.
     kind: str
-    # The fragments that share the program; none for create and step.
+    # The fragments that share the program; none for programs of whole states and steps.
     fragments: tuple[int, ...]
     # Seconds of compilation, lowering included.
     compile_s: float
@@ -97,6 +99,11 @@ class Compiled(NamedTuple):
     # The distinct programs, in the order that an island needs them.
     programs: tuple[Built, ...]
 
+    @property
+    def step(self) -> Built:
+        """Return the program with the model's computation: the step, or the gradient of a slice's part."""
+        return next(built for built in self.programs if built.kind in STEPS)
+
 
 def slice_devices(topology: Topology) -> Sequence[jax.Device]:
     """Return the compiler's devices of a slice; ValueError if libtpu is missing or does not know the slice."""
@@ -123,6 +130,9 @@ def slice_devices(topology: Topology) -> Sequence[jax.Device]:
 def compile_island(config: RunConfig, island: IslandConfig, say: Say, *, step_only: bool = False) -> Compiled:
     """Compile all programs of an island, or only its inner step; ValueError if the compiler fails on one.
 
+    An island of several slices has a gradient of a part and an update with the mean instead of the step
+    (training/parts.py).
+
     Args:
       say: is called with a line about each program before it is compiled.
       step_only: compile only the inner step.
@@ -137,10 +147,21 @@ def compile_island(config: RunConfig, island: IslandConfig, say: Say, *, step_on
     if not step_only:
         say(f"{topology}: creating the state")
         programs.append(build("create", lambda: blueprint.create.lower().compile(options), 0))
-    say(f"{topology}: the inner step of {island.batch_size} sequences, which takes longest")
-    shapes = batch_shapes(example(config.of_island(island.name).data, config.train.seq_len), island.batch_size)
-    arguments = held.parameters + held.optimizer + held.base
-    programs.append(build("step", lambda: blueprint.lower_step(shapes).compile(options), arguments))
+    slices = config.islands.slices
+    share = island.batch_size // slices
+    what = "the inner step" if slices == 1 else "the gradient of a slice's part"
+    say(f"{topology}: {what} of {share} sequences, which takes longest")
+    shapes = batch_shapes(example(config.of_island(island.name).data, config.train.seq_len), share)
+    state = held.parameters + held.optimizer
+    if slices == 1:
+        programs.append(build("step", lambda: blueprint.lower_step(shapes).compile(options), state + held.base))
+    else:
+        given = held.parameters + held.base
+        programs.append(build("gradient", lambda: blueprint.lower_part(shapes).compile(options), given))
+    if slices > 1 and not step_only:
+        say(f"{topology}: the update with the mean gradient of {slices} slices")
+        given = state + held.mean_gradient
+        programs.append(build("update", lambda: blueprint.lower_update().compile(options), given))
     if config.algorithm == "decoupled" and not step_only:
         say(f"{topology}: staging and adoption of {len(run.fragments)} fragments")
         programs += exchange_programs(config, blueprint, run.fragments)
@@ -213,11 +234,14 @@ def _since(began: tuple[float, float]) -> tuple[float, float]:
 
 
 def step_hbm(compiled: Compiled) -> Hbm:
-    """Return the memory per chip while the inner step runs; the temporaries are those of the compiled step."""
-    memory = next(built for built in compiled.programs if built.kind == "step").memory
-    held = compiled.held
+    """Return the memory per chip while the inner step runs; the temporaries are those of the compiled step.
+
+    Those of a part include its gradient.
+    """
+    held, memory = compiled.held, compiled.step.memory
     temporaries = memory.arguments + memory.outputs - memory.aliased + memory.temporaries + memory.code
-    return held._replace(temporaries=max(0.0, temporaries - held.parameters - held.optimizer - held.base))
+    given = held.parameters + held.base + (held.optimizer if compiled.step.kind == "step" else 0.0)
+    return held._replace(temporaries=max(0.0, temporaries - given))
 
 
 def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
@@ -226,8 +250,11 @@ def program_hbm(built: Built, compiled: Compiled, hbm: Hbm) -> float:
     own = memory.temporaries + memory.code
     if built.kind == "create":
         return own + memory.outputs
-    if built.kind == "step":
+    if built.kind in STEPS:
         return hbm.fixed + hbm.temporaries
+    if built.kind == "update":
+        # `fixed` already includes the state and the mean gradient.
+        return hbm.fixed + own + memory.outputs - memory.aliased
     if built.kind == "stage":
         # `fixed` already includes the program's arguments, and its outputs as the staged copies.
         return hbm.fixed + own

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from diloco_jax.settings.islands import AUTO
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
-from diloco_jax.tools.budget.memory import Hbm, num_parameters
+from diloco_jax.sim.goodput.bandwidth import exchange_bytes, exchange_gbit_per_s
+from diloco_jax.tools.budget.memory import Hbm, elements_on_host, num_parameters
 from diloco_jax.tools.budget.needs import IslandKind, island_needs, kinds_of, link_needs
 from diloco_jax.tools.preflight.compile import (
     MFU,
@@ -203,15 +204,14 @@ def _moved(config: RunConfig, slice_name: str) -> RunConfig:
 
 def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict[str, Any]) -> None:
     """Add one kind of islands to the result: its rows, its figures, its problems and advice."""
-    topology, island = kind.topology, kind.island
+    topology = kind.topology
     assert topology is not None, "cases_of has checked that the island has a slice"
-    step = next(built for built in compiled.programs if built.kind == "step")
+    step = compiled.step
     needs = island_needs(compiled.run, kind, compiled.blueprint)
     hbm, limit = step_hbm(compiled), topology.generation.hbm_bytes
-    sizes = dict(compiled.blueprint.mesh.shape)
-    parameters = num_parameters(compiled.blueprint)
+    sizes, parameters = dict(compiled.blueprint.mesh.shape), num_parameters(compiled.blueprint)
     shapes, seq_len = compiled.blueprint.shapes, config.train.seq_len
-    flops = model_flops(config.model, shapes, island.batch_size, seq_len, config.data.soft_tokens)
+    flops = model_flops(config.model, shapes, kind.part_size, seq_len, config.data.soft_tokens)
     compiled_flops = step.program.matrix_flops * topology.devices if step.program else None
     step_s = tuple(flops.flops / (topology.peak_flops * mfu) for mfu in MFU)
     gathers = weight_gathers(step, compiled.blueprint)
@@ -226,7 +226,10 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
             "chips": topology.chips,
             "hosts": topology.hosts,
             "mesh": sizes,
-            "batch_size": island.batch_size,
+            "batch_size": kind.island.batch_size,
+            "slices": kind.slices,
+            "part_size": kind.part_size,
+            "exchange": _exchange(compiled, kind, step_s),
             "seq_len": config.train.seq_len,
             "parameters": parameters,
             "hbm": hbm._asdict(),
@@ -255,7 +258,7 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
     problems = [*_memory_problems(rows, result["islands"][-1]), *program_problems(topology, compiled.programs)]
     if not all(row["fits"] for row in rows):
         at_once = compiled.blueprint.layout.batch_parts * config.optimizer.accumulate_steps
-        case = Misfit(topology, sizes, island.batch_size / at_once, config.model, hbm)
+        case = Misfit(topology, sizes, kind.part_size / at_once, config.model, hbm)
         result["advice"] += [f"{topology}: {line}" for line in advise_hbm(case)]
     result["advice"] += [f"{topology}: {line}" for line in advise_anchors(hbm, sizes)]
     if gathers.waited_for:
@@ -269,6 +272,17 @@ def _judge(config: RunConfig, kind: IslandKind, compiled: Compiled, result: dict
     if gathers.stacked_elements >= ALL_LAYERS * parameters:
         problems.append("the inner step gathers the weights of all layers before its loop over them")
     result["problems"] += [f"{topology}: {problem}" for problem in problems]
+
+
+def _exchange(compiled: Compiled, kind: IslandKind, step_s: Sequence[float]) -> dict[str, Any] | None:
+    """Return what a host exchanges with other slices per step, and the rates that steps need; None without others."""
+    if kind.slices == 1:
+        return None
+    elements = elements_on_host(compiled.run, compiled.blueprint, kind.island.hosts)
+    return {
+        "bytes": exchange_bytes(elements, kind.slices),
+        "gbit_per_s": [exchange_gbit_per_s(elements, kind.slices, seconds) for seconds in step_s],
+    }
 
 
 def _gather(largest: Collective, parameters: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from diloco_jax.sim.goodput.bandwidth import STEP_TIMES_MAX
 from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.preflight.compile import MFU
 
@@ -42,9 +43,10 @@ def _heading(island: Row) -> list[str]:
     names = island["islands"]
     which = names[0] if len(names) == 1 else f"{len(names)} islands, {names[0]} to {names[-1]}"
     axes = ", ".join(f"{axis} {chips}" for axis, chips in island["mesh"].items() if chips > 1) or "one chip"
+    which += f", each of {island['slices']} slices" if island["slices"] > 1 else ""
     return [
         f"{island['topology']}   {which}",
-        f"  {island['chips']} chips, {island['hosts']} hosts; mesh {axes}; {island['batch_size']} sequences of "
+        f"  {island['chips']} chips, {island['hosts']} hosts; mesh {axes}; {island['part_size']} sequences of "
         f"{island['seq_len']} tokens; {island['parameters'] / 1e9:.3g} B parameters",
     ]
 
@@ -74,6 +76,12 @@ def _island(island: Row) -> list[str]:
     lines = [f"  chip memory   in the inner step: {_sizes(island['hbm'])}", *_flops(island)]
     slow, fast = island["step_s"]
     lines.append(f"  step time     {slow:.3g} to {fast:.3g} s at {MFU[0]:.0%} to {MFU[1]:.0%} of the chips' peak (MFU)")
+    if exchange := island["exchange"]:
+        least, most = exchange["gbit_per_s"]
+        lines.append(
+            f"  slices        each host exchanges {size(exchange['bytes'])} of gradients per step each way; at most "
+            f"{STEP_TIMES_MAX - 1:.0%} of a step with {least:.3g} to {most:.3g} Gbit/s"
+        )
     if gather := island["largest_all_gather"]:
         lines.append(
             f"  gathering     most weights at once: {size(gather['bytes'])}, {gather['share_of_parameters']:.1%} of "

@@ -135,9 +135,9 @@ def _candidates(config: RunConfig, kind: IslandKind, topology: Topology, decoder
         needs = outline(config, on_mesh)
         parts = needs.blueprint.layout.batch_parts
         for count in sorted({*MICRO_BATCHES, config.optimizer.accumulate_steps}):
-            if kind.island.batch_size % (parts * count):
+            if kind.part_size % (parts * count):
                 continue
-            tokens = kind.island.batch_size // (parts * count) * config.train.seq_len
+            tokens = kind.part_size // (parts * count) * config.train.seq_len
             optimizer = replace(config.optimizer, accumulate_steps=count)
             for policy in POLICIES:
                 options = {"remat": policy, "splash_block": block}
@@ -189,7 +189,7 @@ def _advise(config: RunConfig, kind: IslandKind, topology: Topology, smallest: F
     mesh = smallest["mesh"]
     parts = math.prod(size for axis, size in mesh.items() if axis != "tensor") * smallest["accumulate_steps"]
     model = replace(config.model, args={**config.model.args, "remat": smallest["remat"]})
-    return advise_hbm(Misfit(topology, mesh, kind.island.batch_size / parts, model, Hbm(**smallest["hbm"])))
+    return advise_hbm(Misfit(topology, mesh, kind.part_size / parts, model, Hbm(**smallest["hbm"])))
 
 
 def best_config(config: RunConfig, best: Mapping[str, Any]) -> str:
@@ -238,7 +238,7 @@ def _measure(candidate: Trial, topology: Topology, compiled: Compiled) -> Found:
     assert decoder is not None, "search has checked that the model is a built-in decoder"
     if step.program is None:
         return _result(hbm)
-    batch, count = candidate.kind.island.batch_size, config.optimizer.accumulate_steps
+    batch, count = candidate.kind.part_size, config.optimizer.accumulate_steps
     shapes, seq_len = compiled.blueprint.shapes, config.train.seq_len
     flops = model_flops(config.model, shapes, batch, seq_len, config.data.soft_tokens)
     # The masked FLOPs equal the unmasked ones. One third of them, per layer, is the forward pass of causal attention.

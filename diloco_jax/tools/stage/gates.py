@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 from diloco_jax.settings.islands import IslandOverride
 from diloco_jax.settings.run import RunConfig
+from diloco_jax.sim.goodput.bandwidth import STEP_TIMES_MAX
 from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.plan.case import BUSY_MAX, PAYLOAD_SHARE, Case
 from diloco_jax.tools.plan.forecast import recovery
 from diloco_jax.tools.plan.growth import syncer_rates
 from diloco_jax.tools.plan.law import distance
+from diloco_jax.tools.plan.slices import needed_gbit_per_s, worst
 from diloco_jax.tools.plan.verdict import MADE_MIN
 
 # The last number of sites of each stage: 2 to 3, 4 to 6, 8 and more.
@@ -116,6 +118,7 @@ def gates(case: Case, word: str, run: str, goodput: float, *, link_given: bool) 
     return [
         _link(case, word, given=link_given),
         _syncer(case, word),
+        *([_slices(case)] if case.config.islands.slices > 1 else []),
         _rounds(run),
         _participation(case, run, goodput),
         _loss(case, word, run),
@@ -136,6 +139,20 @@ def gates(case: Case, word: str, run: str, goodput: float, *, link_given: bool) 
             judge=lambda facts: None if facts.violations is None else (str(facts.violations), not facts.violations),
         ),
     ]
+
+
+def _slices(case: Case) -> StageGate:
+    """Return the gate of the network between the slices of an island."""
+    needed, given = needed_gbit_per_s(worst(case)), case.assumed.slices_gbit_per_s
+    return StageGate(
+        name="slices",
+        about="rate of each host's network to the other slices of its island",
+        bar=f"at least {needed:.3g} Gbit/s each way, for steps of at most {STEP_TIMES_MAX:g} times their computation",
+        command="iperf3 between the hosts of two slices, all at once   (give the least rate as --slices-gbit-per-s)",
+        # A run does not show what this network could carry.
+        judge=lambda facts: None,
+        given=(f"{given:.3g} Gbit/s", given >= needed) if given else None,
+    )
 
 
 def _none_of(names: list[str]) -> tuple[str, bool]:

@@ -52,6 +52,21 @@ def test_a_synchronous_learner_waits_for_the_slowest(chips: float) -> None:
     assert ours.contributors_per_round == 4.0
 
 
+def test_slices_that_keep_the_batch_take_longer_and_lose_no_part_of_it() -> None:
+    hardware = replace(NEVER, step_s=2.0, slices=4, keep_batch=True, down_s=0.0)
+    (part,) = cluster(hardware, 1, 4.0, 0)
+    part._absent = [math.inf]
+    # Three slices compute four parts: two take two turns, and the step is worth a whole one.
+    assert part.takes_s() == 4.0
+    part.ended(0.0, 4.0)
+    assert part.useful_s == 2.0
+    (part,) = cluster(replace(hardware, keep_batch=False), 1, 4.0, 0)
+    part._absent = [math.inf]
+    assert part.takes_s() == 2.0
+    part.ended(0.0, 2.0)
+    assert part.useful_s == 1.5
+
+
 def test_without_failures_nothing_is_lost() -> None:
     for method in METHODS:
         row = expected(Cell(NEVER, method, 4, 1e3, hours=1, seed=0, wan=Wan(delay_s=0.0, merge_s=0.0)))

@@ -33,7 +33,9 @@ from diloco_jax.sim.invariants import all as checkers
 from diloco_jax.sim.invariants.all import CHECKERS
 from diloco_jax.sim.invariants.checker import Checker
 from diloco_jax.sim.invariants.verdict import Verdict, judge
+from diloco_jax.sim.learner_driver import LearnerDriver
 from diloco_jax.sim.network import LinkFaults, NetworkOptions
+from diloco_jax.sim.node import LearnerProcess
 from diloco_jax.sim.scenario import Scenario
 from tests.sim.invariants import broken_machines as broken
 
@@ -114,6 +116,18 @@ PERIODS = replace(
     SCENARIO,
     config=replace(CONFIG, sync_every={"mlp": 4, "rest": 8}, class_fragments=(2, 2), sync_later={90: 16}),
 )
+SLICES = replace(
+    SCENARIO,
+    slices=3,
+    shrinks=True,
+    step_samples=(1, 4),
+    faults=(
+        Fault(10.0, "slice", ("island-1",), 20.0, 1),
+        Fault(25.3, "slice", ("island-2",), 15.0, 2, 0.02, leads=True),
+        Fault(32.1, "slice", ("island-2",), 3.0, 1, leads=True),
+        *(Fault(50.7 + 9.3 * n, "slice", (f"island-{n % 3}",), 5.0, 2, 0.02, leads=True) for n in range(6)),
+    ),
+)
 POISON = replace(
     SCENARIO, faults=(Fault(10.0, "poison", ("island-1",), 40.0), Fault(20.0, "poison", ("island-2",), 15.0))
 )
@@ -130,6 +144,14 @@ class Forgetful(Learner):
         adopted[message.fragment_id] = adopted[message.fragment_id]._replace(version=NO_VERSION)
         self.anchors.adopted = tuple(adopted)
         super()._on_global(message, now_s)
+
+
+class Rigid(Learner):
+    """Takes the samples of whole steps while slices are missing."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.allotment.resize = lambda samples: None  # type: ignore[method-assign]
 
 
 class Inventive(Downstream):
@@ -369,6 +391,7 @@ BROKEN = [
     (checkers.BudgetHolds, with_syncer(broken.Generous, TOKENS), "merged tokens, merged are"),
     (checkers.BudgetHolds, with_learner(broken.Wavering, TOKENS), "goes back from step"),
     (checkers.BudgetHolds, with_learner(broken.Hasting), "trains at step 1 of the schedule"),
+    (checkers.SlicesLoseLittle, with_learner(Rigid, SLICES), "samples, expected"),
     (checkers.EverybodyTrains, with_learner(broken.Hesitant, replace(SCENARIO, total_steps=600)), "is recovering for"),
     (checkers.RoundsAdvance, with_syncer(Deaf, QUORUM), "no round closed for"),
     (
@@ -411,6 +434,8 @@ def test_a_broken_machine_is_caught(checker: type[Checker], arguments: dict[str,
         MUTE,
         BANNED,
         BAN_AND_REWIND,
+        SLICES,
+        replace(SLICES, shrinks=False),
         replace(RECOVERY, load_s=3.0),
         replace(SCENARIO, merge_s=2.0),
     ],
@@ -418,6 +443,23 @@ def test_a_broken_machine_is_caught(checker: type[Checker], arguments: dict[str,
 def test_the_real_machines_pass(scenario: Scenario) -> None:
     verdict: Verdict = judge(scenario)
     assert not verdict.problem, verdict
+
+
+def test_a_leader_that_goes_back_too_far_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco_jax.sim.learner_driver.STEPS_IN_MEMORY", 8)
+    verdict = judge(SLICES, checkers=[checkers.SlicesLoseLittle])
+    assert re.search("SlicesLoseLittle .* island-. continues from step", verdict.problem), verdict
+
+
+def test_a_slice_that_takes_its_island_along_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(driver: LearnerDriver, process: LearnerProcess, count: int, **_: Any) -> int:
+        driver.kill(process, 0.02)
+        driver.start()
+        return count
+
+    monkeypatch.setattr(LearnerDriver, "lose_slices", kill)
+    verdict = judge(replace(SLICES, faults=SLICES.faults[:1]), checkers=[checkers.SlicesLoseLittle])
+    assert re.search("SlicesLoseLittle .* island-1 lost a slice at", verdict.problem), verdict
 
 
 def test_every_checker_has_a_broken_machine() -> None:

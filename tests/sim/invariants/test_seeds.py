@@ -47,7 +47,9 @@ def test_the_seeds_cover_what_they_claim() -> None:
     assert max(faults.loss for faults in links) > 0.09
     assert any(faults.duplication and faults.reorder for faults in links)
     kinds = {fault.kind for scenario in scenarios for fault in scenario.faults}
-    assert kinds == {*WEIGHTS, "leave", "join", "drain", "ban", "hostile", "mute", "late"}
+    assert kinds == {*WEIGHTS, "leave", "join", "drain", "ban", "hostile", "mute", "late", "slice"}
+    sliced = {(s.shrinks, f.leads) for s in scenarios if s.slices > 1 for f in s.faults if f.kind == "slice"}
+    assert len(sliced) == 4, "the batch is kept and shrinks, with and without the loss of the leader"
     assert any(not scenario.faults for scenario in scenarios)
 
 

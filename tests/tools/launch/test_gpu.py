@@ -43,16 +43,27 @@ TINY = {
 }
 
 
+# A node for each host of two slices: the loopback has many addresses.
+SLICES = ("--islands.each", "{}", "--gpu.accelerator", "H100", "--islands.slices", "2")
+NODES = {
+    "sbatch": 'SLURM_JOB_ID=$$ SLURM_JOB_NODELIST=here STAND_IN_TASKS=1 bash "$1" &\n',
+    "scontrol": 'if [ "$1" = show ]; then printf "127.0.0.1\\n127.0.0.2\\n"; else echo "$@" >>requeued; fi\n',
+}
+
+
 @pytest.mark.slow
 @pytest.mark.net
-def test_slurm_trains_to_the_end_on_emulated_hosts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("given", "nodes"), [(GPU, {}), (SLICES, NODES)], ids=["hosts", "slices"])
+def test_slurm_trains_to_the_end_on_emulated_hosts(
+    tmp_path: Path, given: tuple[str, ...], nodes: dict[str, str]
+) -> None:
     out, stand_ins = tmp_path / "out", tmp_path / "bin"
     stand_ins.mkdir()
-    for name, text in STAND_INS.items():
+    for name, text in (STAND_INS | nodes).items():
         (stand_ins / name).write_text("#!/usr/bin/env bash\n" + text, encoding="utf-8")
         (stand_ins / name).chmod(0o755)
     words = [word for pair in TINY.items() for word in pair]
-    asked = [*GPU, *words, "--cloud.port", str(free_port()), "--out", str(out)]
+    asked = [*given, *words, "--cloud.port", str(free_port()), "--out", str(out)]
     assert main(["launch", "slurm", str(TESTDATA / "small.yaml"), *asked]) == 0
     path = f"{stand_ins}{os.pathsep}{os.environ['PATH']}"
     # without what conftest.py sets for tests in this process

@@ -178,6 +178,8 @@ VARIANTS = (
     ("--islands.each", "{}", "--islands.topology", "tpu7x:2x2x2", "--islands.zone", "us-central1-c"),
     FLEX,
 )
+SLICED = ("--islands.slices", "2")
+SLICES = ("--islands.each", "{}", "--islands.topology", "v5p:2x2x1", "--islands.zone", "us-east5-a", *SLICED)
 # So many of the variants above are tried for each way.
 TRIED = {"gke": 6, "pathways": 2, "gce": 3, "tpu-vm": 4}
 
@@ -195,9 +197,12 @@ def calls_of_gcloud(recorded: Recorded) -> list[list[str]]:
 
 
 @pytest.mark.extra("dev")
-@pytest.mark.parametrize("way", [*WAYS, "slurm", "sky"])
-def test_shellcheck_finds_nothing(way: str, tmp_path: Path) -> None:
-    stage = Stage(tmp_path, plan(way, *(GPU if way in ("slurm", "sky") else ())))
+@pytest.mark.parametrize(
+    ("way", "overrides"),
+    [*((way, ()) for way in WAYS), ("slurm", GPU), ("sky", GPU), ("tpu-vm", SLICES), ("slurm", (*GPU, *SLICED))],
+)
+def test_shellcheck_finds_nothing(way: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    stage = Stage(tmp_path, plan(way, *overrides))
     shells = [str(path) for path in sorted(stage.out.rglob("*")) if path.suffix in (".sh", ".sbatch")]
     checked = subprocess.run([str(SHELLCHECK), "-x", "-P", str(stage.out), *shells], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout

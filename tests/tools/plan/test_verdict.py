@@ -34,7 +34,7 @@ def result(
     ]
     link, memory = {"utilisation": share, "data_parallel_utilisation": parallel}, {"islands": [island]}
     growth = {"given": True, "share": syncer, "syncer_link_gbit_per_s": 2.0}
-    figures = {"goodput": {"rigid_goodput": rigid}, "growth": growth, "advice": advice}
+    figures = {"goodput": {"rigid_goodput": rigid}, "growth": growth, "slices": [], "advice": advice}
     return {"run": {"overlap_steps": tau}, "link": link, "memory": memory, **figures}
 
 

@@ -18,7 +18,7 @@ from diloco_jax.settings.text import parse
 from diloco_jax.tools.budget.memory import Hbm
 from diloco_jax.tools.preflight import compile as compiling
 from diloco_jax.tools.preflight import judge as judging
-from diloco_jax.tools.preflight.compile import Built, Gathers, Memory, slice_devices, weight_gathers
+from diloco_jax.tools.preflight.compile import Built, Compiled, Gathers, Memory, slice_devices, weight_gathers
 from diloco_jax.tools.preflight.hlo import Program, read_program
 from diloco_jax.tools.preflight.judge import Misfit, advise_anchors, advise_hbm
 from diloco_jax.tools.preflight.report import describe
@@ -356,3 +356,34 @@ def test_without_the_compiler(
     assert cli.main(["preflight", str(write(tmp_path))]) == 2
     said = capsys.readouterr().err
     assert "pip install -e '.[tpu]'" in said and len(said.strip().splitlines()) == 1
+
+
+@NEEDS_COMPILER
+@pytest.mark.long
+def test_a_slice_compiles_the_gradient_of_its_part_and_the_update(tmp_path: Path) -> None:
+    path = write(tmp_path, islands={"count": 3, "topology": "v6e:2x2", "each": {}, "slices": 2})
+    result = call("preflight", path, "--json")
+    assert result.returncode == 0 and "slice's part of 8 sequences" in result.stderr, result.stderr
+    found = json.loads(result.stdout)
+    assert {row["program"].split()[0] for row in found["rows"]} == {"create", "gradient", "update", "stage", "adopt"}
+    (island,) = found["islands"]
+    assert (island["slices"], island["batch_size"], island["part_size"]) == (2, 16, 8)
+    everything = island["model_flops"] + island["masked_flops"]
+    assert island["compiled_flops"] == pytest.approx(everything, rel=0.02)
+    # A mean of two gradients in float32, whole on the only host of a slice: a half, twice, each way.
+    assert island["exchange"]["bytes"] == 2 * 0.5 * 4 * island["parameters"]
+    assert island["hbm"]["mean_gradient"] == island["hbm"]["parameters"]
+
+
+def test_the_memory_of_a_part_and_of_an_update() -> None:
+    held = Hbm(10.0, 20.0, 10.0, 5.0, 2.0, 0.0, 0.0, 3.0, 10.0)
+    program = Program(0.0, (), (), 4, 0, ())
+    # Arguments are the parameters, and outputs the gradient; then the state and the mean, which updates the state.
+    gradient = Built("gradient", (), 1.0, 1.0, Memory(10.0, 10.0, 0.0, 50.0, 1.0), program, 0.0)
+    update = Built("update", (), 1.0, 1.0, Memory(40.0, 31.0, 30.0, 4.0, 1.0), program, 0.0)
+    compiled = Compiled(None, None, held, (gradient, update))  # type: ignore[arg-type]
+    hbm = compiling.step_hbm(compiled)
+    assert hbm.temporaries == 10 + 50 + 1
+    fixed = 10 + 20 + 10 + 5 + 2 + 3 + 10
+    assert compiling.program_hbm(gradient, compiled, hbm) == fixed + 61
+    assert compiling.program_hbm(update, compiled, hbm) == fixed + 4 + 1 + 31 - 30

@@ -4,6 +4,7 @@ printf '%s\0' "${0##*/}" "$@" $'\x1e' >>"$CALLS"
 case "$*" in
   *"value(address)"* | *jsonpath*) echo 10.1.2.3 ;;
   *"value(state.state)"*) echo "${STATE:-ACTIVE}" ;;
+  *networkEndpoints*) echo "10.0.0.1;10.0.0.2" ;;
   *" describe "* | *" get -f "*)
     if [ "$THERE" = nothing ]; then echo "ERROR: it was not found" >&2; exit 1; fi
     if [ "$THERE" = unknown ]; then echo "ERROR: your login has expired" >&2; exit 1; fi
