@@ -110,7 +110,7 @@ PURE_STDLIB = {
 # Array libraries of the layers that have a closed list. `jaxtyping` only annotates.
 THIRD_PARTY = {
     "protocol": set[str](),
-    "core": {"jax", "jaxlib", "numpy", "optax", "ml_dtypes", "jaxtyping", "numba", "xxhash"},
+    "core": {"jax", "jaxlib", "numpy", "optax", "ml_dtypes", "jaxtyping", "llvmlite", "numba", "xxhash"},
     "sim": set[str](),
 }
 PURE_LAYERS = {"protocol", "core"}

@@ -1,131 +1,59 @@
 """The inner loops for one block of 256 elements that depend on the format: they decode and encode it.
 
-kernels.py calls them. `compiled` compiles its loops, and those of the other modules here.
+kernels.py calls them. Most work on sixteen elements at once (lanes.py).
 """
 
-import hashlib
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import numpy as np
-from numba import carray, njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit
 
-BLOCK = 256
+from diloco_jax.core.lanes import (
+    above,
+    float_lanes,
+    floats,
+    folded,
+    int_lanes,
+    ints,
+    load,
+    load_int8,
+    load_uint8,
+    magnitude_bits,
+    magnitudes,
+    store,
+    store_bytes,
+    total,
+)
+from diloco_jax.core.memory import (
+    BLOCK,
+    LANES,
+    ROW,
+    compiled,
+    copy_bytes,
+    float32s,
+    float_of,
+    int8s,
+    int16s,
+    prefetch,
+    scalar,
+    uint8s,
+    uint16s,
+    uint32s,
+)
+
 _HALF, _QUARTER = BLOCK // 2, BLOCK // 4
 FLOAT32, BFLOAT16, INT8, INT4, INT2, TERNARY = 0, 1, 2, 3, 4, 5
 # Bytes of a block's codes in base 3, and the number of those that have a fifth digit.
 _FIFTH, _FIVES = 52, 48
 # 2^16 / 3^(k + 1), rounded up. Times a byte, modulo 2^16, it is the fraction that starts with the byte's digit k.
 _DIGIT = (21846, 7282, 2428, 810, 270)
-# Bytes of a block in float32.
-ROW = np.uint64(4 * BLOCK)
+# Blocks between one whose codes are read and one whose codes are requested from memory.
+_AHEAD = 16
 # Adding and subtracting this number rounds |x| < 2^22 to the nearest even integer.
 _ROUND = np.float32(1.5 * 2**23)
 _SHARE_INT8, _SHARE_INT4, _ZERO_ABSMAX = np.float32(1 / 127), np.float32(1 / 7), np.float32(1e-30)
 # The constants of the same names in codec.py.
-_LEVEL, _NORMAL = np.float32(1.5336), np.uint32(0x00800000)
-# The number of partial sums, so that a sum in a fixed order can use vector units.
-LANES = 16
-MAGNITUDE = np.uint32(0x7FFFFFFF)
-
-
-def compiled(function: Any) -> Any:
-    """Compile a loop, and cache the compiled code if there is a folder for it."""
-    try:
-        loop = njit(cache=True, nogil=True, error_model="numpy")(function)
-    except RuntimeError:
-        # No folder for a cache can be written to, not even the user's.
-        return njit(nogil=True, error_model="numpy")(function)
-    if not hasattr(loop, "_cache"):
-        # NUMBA_DISABLE_JIT is set.
-        return loop
-    # Numba takes cached code if the file of the function is unchanged. Functions that are inlined into it may be in
-    # other files, and after a change of these alone the old code would run.
-    kept = loop._cache._cache_file
-    kept._source_stamp = (kept._source_stamp, _sources(function.__globals__))
-    return loop
-
-
-def _sources(names: dict[str, Any]) -> str:
-    """Return a digest of the source of a module, given its names, and of the modules whose loops it uses."""
-    modules, left = {}, [names]
-    while left:
-        module = left.pop()
-        if module["__name__"] in modules:
-            continue
-        modules[module["__name__"]] = module["__spec__"].loader.get_source(module["__name__"]) or ""
-        left += [value.py_func.__globals__ for value in module.values() if hasattr(value, "py_func")]
-    return hashlib.blake2b("".join(modules.values()).encode(), digest_size=16).hexdigest()
-
-
-def _at(dtype: Any, size: int = BLOCK) -> Any:
-    """Return a function that takes an address and returns the array stored there."""
-
-    @intrinsic
-    @no_type_check
-    def pointer(typingctx, address):
-        def code(context, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(dtype)(types.uint64), code
-
-    @njit(forceinline=True)
-    @no_type_check
-    def array(address):
-        return carray(pointer(address), (size,))
-
-    return array
-
-
-scalar, float64s = _at(types.float32, 1), _at(types.float64, LANES)
-float32s, uint32s = _at(types.float32), _at(types.uint32)
-int16s, uint16s = _at(types.int16), _at(types.uint16)
-int8s, uint8s = _at(types.int8), _at(types.uint8)
-
-
-@intrinsic
-@no_type_check
-def float_of(typingctx, bits):
-    """Return the float32 number that has these bits."""
-
-    def code(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
-
-    return types.float32(types.uint32), code
-
-
-@compiled
-@no_type_check
-def fill(to_at, begin):
-    to = float32s(to_at)
-    for j in range(begin, BLOCK):
-        to[j] = np.float32(0)
-
-
-@intrinsic
-@no_type_check
-def copy_bytes(typingctx, to_at, from_at, num_bytes):
-    """Copy bytes with the C library, which does not first read what it overwrites, as a compiled loop does."""
-
-    def code(context, builder, signature, arguments):
-        pointer = context.get_value_type(types.CPointer(types.uint8))
-        to_at, from_at = (builder.inttoptr(address, pointer) for address in arguments[:2])
-        cgutils.raw_memcpy(builder, to_at, from_at, arguments[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64, types.uint64), code
-
-
-@compiled
-@no_type_check
-def _decode_add_int2(payload_at, at, block, weight, acc_at):
-    factor = weight * scalar(payload_at + np.uint64(at[0] + 4 * block))[0]
-    codes = int8s(payload_at + np.uint64(at[1] + block * _QUARTER))
-    for k in range(4):
-        part = float32s(acc_at + np.uint64(4 * k * _QUARTER))
-        for j in range(_QUARTER):
-            part[j] += factor * np.float32(np.int32(np.int8(codes[j] << (6 - 2 * k)) >> 6))
+_LEVEL, _NORMAL = np.float32(1.5336), 0x00800000
 
 
 @compiled
@@ -148,17 +76,6 @@ def _digit(byte, share):
 
 @compiled
 @no_type_check
-def _decode_add_ternary(payload_at, at, block, weight, acc_at):
-    factor = weight * scale_of(payload_at, TERNARY, at, block)
-    codes = uint8s(payload_at + np.uint64(at[1] + block * _FIFTH))
-    for k in range(5):
-        part, share = float32s(acc_at + np.uint64(4 * k * _FIFTH)), np.uint32(_DIGIT[k])
-        for j in range(_FIFTH if k < 4 else _FIVES):
-            part[j] += factor * np.float32(np.int32(_digit(codes[j], share)))
-
-
-@compiled
-@no_type_check
 def usable(payload_at, fmt, at, block):
     """Return whether a block of integer codes is one that a sender writes: no damaged codes, no negative scale or NaN.
 
@@ -175,33 +92,152 @@ def usable(payload_at, fmt, at, block):
     return scale >= np.float32(0) and most <= 242 and last <= 80
 
 
+@njit(forceinline=True)
+@no_type_check
+def _width(fmt):
+    """Return the bytes of a block's codes."""
+    if fmt == INT4:
+        return _HALF
+    if fmt == INT2:
+        return _QUARTER
+    return _FIFTH if fmt == TERNARY else BLOCK
+
+
+@njit(forceinline=True)
+@no_type_check
+def _codes_at(payload_at, fmt, at, block):
+    """Return the address of a block's codes, and request those of a later block from memory."""
+    width = _width(fmt)
+    codes_at = payload_at + np.uint64(at[1] + block * width)
+    # With many learners, the processor does not see by itself that each payload is read from its start to its end.
+    for line in range(0, width, 64):
+        prefetch(codes_at + np.uint64(_AHEAD * width + line))
+    return codes_at
+
+
+@njit(forceinline=True)
+@no_type_check
+def _add_int8(from_at, codes, factors, to_at):
+    for j in range(0, BLOCK, LANES):
+        here = np.uint64(4 * j)
+        sum = load(from_at + here)
+        for m in range(len(codes)):
+            sum = sum + floats(factors[m]) * float_lanes(load_int8(codes[m] + np.uint64(j)))
+        store(to_at + here, sum)
+
+
+@njit(forceinline=True)
+@no_type_check
+def _add_int4(from_at, codes, factors, to_at):
+    for j in range(0, _HALF, LANES):
+        low_at, high_at = np.uint64(4 * j), np.uint64(4 * (j + _HALF))
+        low, high = load(from_at + low_at), load(from_at + high_at)
+        for m in range(len(codes)):
+            bytes, factor = load_int8(codes[m] + np.uint64(j)), floats(factors[m])
+            low = low + factor * float_lanes((bytes << ints(28)) >> ints(28))
+            high = high + factor * float_lanes(bytes >> ints(4))
+        store(to_at + low_at, low)
+        store(to_at + high_at, high)
+
+
+@njit(forceinline=True)
+@no_type_check
+def _add_int2(from_at, codes, factors, to_at):
+    for j in range(0, _QUARTER, LANES):
+        first_at, second_at = np.uint64(4 * j), np.uint64(4 * (j + _QUARTER))
+        third_at, fourth_at = np.uint64(4 * (j + _HALF)), np.uint64(4 * (j + _HALF + _QUARTER))
+        first, second = load(from_at + first_at), load(from_at + second_at)
+        third, fourth = load(from_at + third_at), load(from_at + fourth_at)
+        for m in range(len(codes)):
+            bytes, factor = load_int8(codes[m] + np.uint64(j)), floats(factors[m])
+            first = first + factor * float_lanes((bytes << ints(30)) >> ints(30))
+            second = second + factor * float_lanes((bytes << ints(28)) >> ints(30))
+            third = third + factor * float_lanes((bytes << ints(26)) >> ints(30))
+            fourth = fourth + factor * float_lanes(bytes >> ints(6))
+        store(to_at + first_at, first)
+        store(to_at + second_at, second)
+        store(to_at + third_at, third)
+        store(to_at + fourth_at, fourth)
+
+
+@njit(forceinline=True)
+@no_type_check
+def _digits(codes_at, share):
+    """Return one digit of each of sixteen bytes in base 3, minus one, given the digit's number of _DIGIT."""
+    fraction = (load_uint8(codes_at) * ints(share)) & ints(0xFFFF)
+    return ((fraction * ints(3)) >> ints(16)) - ints(1)
+
+
+@njit(forceinline=True)
+@no_type_check
+def _add_ternary(from_at, codes, factors, to_at):
+    for k in range(5):
+        for j in (0, 32):
+            # The second of two lanes at the end of a digit overlaps with the first, and both are loaded before either
+            # is stored. The fifth digit has no such end.
+            skip = LANES if j == 0 or k == 4 else _FIFTH - 3 * LANES
+            skip = 0 if j and k == 4 else skip
+            first_at, second_at = np.uint64(4 * (k * _FIFTH + j)), np.uint64(4 * (k * _FIFTH + j + skip))
+            first, second = load(from_at + first_at), load(from_at + second_at)
+            for m in range(len(codes)):
+                codes_at, factor = codes[m] + np.uint64(j), floats(factors[m])
+                first = first + factor * float_lanes(_digits(codes_at, _DIGIT[k]))
+                second = second + factor * float_lanes(_digits(codes_at + np.uint64(skip), _DIGIT[k]))
+            store(to_at + first_at, first)
+            store(to_at + second_at, second)
+
+
+@njit(forceinline=True)
+@no_type_check
+def _add_codes(from_at, codes, factors, fmt, to_at):
+    """Compute to = from + sum_m factor_m codes_m for a block of codes, from their addresses."""
+    if fmt == INT8:
+        _add_int8(from_at, codes, factors, to_at)
+    elif fmt == INT4:
+        _add_int4(from_at, codes, factors, to_at)
+    elif fmt == INT2:
+        _add_int2(from_at, codes, factors, to_at)
+    else:
+        _add_ternary(from_at, codes, factors, to_at)
+
+
+@compiled
+@no_type_check
+def add_codes(from_at, payload_at, fmt, at, block, weight, to_at):
+    """Compute to = from + weight * block, for one block of codes."""
+    codes, factor = _codes_at(payload_at, fmt, at, block), weight * scale_of(payload_at, fmt, at, block)
+    _add_codes(from_at, (codes,), (factor,), fmt, to_at)
+
+
+@compiled
+@no_type_check
+def add_four(from_at, a_at, b_at, c_at, d_at, fmt, at, block, a, b, c, d, to_at):
+    """Compute what four calls of `add_codes` compute one after another, for payloads with the weights a, b, c and d.
+
+    The sums stay in registers. More learners at once would gain nothing: equal places in many payloads often share the
+    few lines of one set of the level-1 cache.
+    """
+    a *= scale_of(a_at, fmt, at, block)
+    b *= scale_of(b_at, fmt, at, block)
+    c *= scale_of(c_at, fmt, at, block)
+    d *= scale_of(d_at, fmt, at, block)
+    a_at, b_at = _codes_at(a_at, fmt, at, block), _codes_at(b_at, fmt, at, block)
+    c_at, d_at = _codes_at(c_at, fmt, at, block), _codes_at(d_at, fmt, at, block)
+    _add_codes(from_at, (a_at, b_at, c_at, d_at), (a, b, c, d), fmt, to_at)
+
+
 @compiled
 @no_type_check
 def decode_add(payload_at, fmt, at, block, size, weight, acc_at):
     """Compute acc += weight * block, for one block of a payload."""
-    acc = float32s(acc_at)
-    if fmt == INT4:
-        factor = weight * scalar(payload_at + np.uint64(at[0] + 4 * block))[0]
-        codes = int8s(payload_at + np.uint64(at[1] + block * _HALF))
-        high = float32s(acc_at + np.uint64(4 * _HALF))
-        for j in range(_HALF):
-            acc[j] += factor * np.float32(np.int32(np.int8(codes[j] << 4) >> 4))
-            high[j] += factor * np.float32(np.int32(codes[j] >> 4))
-    elif fmt == INT8:
-        factor = weight * scalar(payload_at + np.uint64(at[0] + 4 * block))[0]
-        codes = int8s(payload_at + np.uint64(at[1] + block * BLOCK))
-        for j in range(BLOCK):
-            acc[j] += factor * np.float32(np.int32(codes[j]))
+    if fmt >= INT8:
+        add_codes(acc_at, payload_at, fmt, at, block, weight, acc_at)
     elif fmt == BFLOAT16:
-        halves = uint16s(payload_at + np.uint64(at[1] + 2 * block * BLOCK))
+        acc, halves = float32s(acc_at), uint16s(payload_at + np.uint64(at[1] + 2 * block * BLOCK))
         for j in range(size):
             acc[j] += weight * float_of(np.uint32(np.uint32(halves[j]) << 16))
-    elif fmt == INT2:
-        _decode_add_int2(payload_at, at, block, weight, acc_at)
-    elif fmt == TERNARY:
-        _decode_add_ternary(payload_at, at, block, weight, acc_at)
     else:
-        values = float32s(payload_at + np.uint64(at[1] + 4 * block * BLOCK))
+        acc, values = float32s(acc_at), float32s(payload_at + np.uint64(at[1] + 4 * block * BLOCK))
         for j in range(size):
             acc[j] += weight * values[j]
 
@@ -251,66 +287,85 @@ def unpack(payload_at, fmt, at, block, row_at):
     return np.float64(scale_of(payload_at, fmt, at, block)) if usable(payload_at, fmt, at, block) else np.nan
 
 
+@njit(forceinline=True)
+@no_type_check
+def _two(at):
+    return magnitudes(load(at)) + magnitudes(load(at + np.uint64(4 * _HALF)))
+
+
+@njit(forceinline=True)
+@no_type_check
+def _four(at):
+    return _two(at) + _two(at + np.uint64(4 * _QUARTER))
+
+
+@njit(forceinline=True)
+@no_type_check
+def _eight(at):
+    return _four(at) + _four(at + np.uint64(2 * _QUARTER))
+
+
 @compiled
 @no_type_check
-def _usual(wanted_at, sums_at):
+def _usual(wanted_at):
     """Return the mean magnitude of a block's elements that are not zero, added in the order of codec.py."""
-    wanted, words, sums, count = float32s(wanted_at), uint32s(wanted_at), float32s(sums_at), 0
-    for j in range(BLOCK):
-        sums[j] = abs(wanted[j])
-        count += np.int64((words[j] & MAGNITUDE) >= _NORMAL)
-    half = BLOCK // 2
-    while half:
-        for j in range(half):
-            sums[j] += sums[j + half]
-        half //= 2
-    return sums[0] / np.float32(max(count, 1))
+    sums, below, count = _eight(wanted_at) + _eight(wanted_at + np.uint64(_QUARTER)), ints(_NORMAL - 1), ints(0)
+    for j in range(0, BLOCK, LANES):
+        # The shift makes -1 of a negative difference.
+        count = count + ((below - magnitude_bits(load(wanted_at + np.uint64(4 * j)))) >> ints(31))
+    return folded(sums) / np.float32(max(-total(count), 1))
+
+
+@njit(forceinline=True)
+@no_type_check
+def _rounded(wanted_at, divisor):
+    """Return sixteen quotients, rounded to the nearest even integer."""
+    return (load(wanted_at) / divisor + floats(_ROUND)) - floats(_ROUND)
 
 
 @compiled
 @no_type_check
 def _encode_int(wanted_at, absmax, fmt, scale_at, codes_at, rounded_at):
-    wanted, rounded, codes = float32s(wanted_at), float32s(rounded_at), int8s(codes_at)
     scale = np.float32(0) if absmax < _ZERO_ABSMAX else absmax * (_SHARE_INT8 if fmt == INT8 else _SHARE_INT4)
     scalar(scale_at)[0] = scale
-    divisor = np.float32(np.inf) if scale == np.float32(0) else scale
-    for j in range(BLOCK):
-        rounded[j] = (wanted[j] / divisor + _ROUND) - _ROUND
+    factor, divisor = floats(scale), floats(np.float32(np.inf) if scale == np.float32(0) else scale)
     if fmt == INT4:
-        high = float32s(rounded_at + np.uint64(4 * _HALF))
-        for j in range(_HALF):
-            codes[j] = np.int8((np.int32(rounded[j]) & 15) | (np.int32(high[j]) << 4))
+        for j in range(0, _HALF, LANES):
+            low_at, high_at = np.uint64(4 * j), np.uint64(4 * (j + _HALF))
+            low, high = _rounded(wanted_at + low_at, divisor), _rounded(wanted_at + high_at, divisor)
+            store_bytes(codes_at + np.uint64(j), (int_lanes(low) & ints(15)) | (int_lanes(high) << ints(4)))
+            store(rounded_at + low_at, low * factor)
+            store(rounded_at + high_at, high * factor)
     else:
-        for j in range(BLOCK):
-            codes[j] = np.int8(np.int32(rounded[j]))
-    for j in range(BLOCK):
-        rounded[j] *= scale
+        for j in range(0, BLOCK, LANES):
+            code = _rounded(wanted_at + np.uint64(4 * j), divisor)
+            store_bytes(codes_at + np.uint64(j), int_lanes(code))
+            store(rounded_at + np.uint64(4 * j), code * factor)
 
 
 @compiled
 @no_type_check
 def _encode_int2(wanted_at, scale_at, codes_at, rounded_at):
-    usual = _usual(wanted_at, rounded_at)
-    wanted, rounded, codes = float32s(wanted_at), float32s(rounded_at), int8s(codes_at)
+    usual = _usual(wanted_at)
     scale = np.float32(0) if usual < _ZERO_ABSMAX else usual * _LEVEL
     scalar(scale_at)[0] = scale
-    divisor = np.float32(np.inf) if scale == np.float32(0) else scale
-    for j in range(BLOCK):
-        rounded[j] = min(max((wanted[j] / divisor + _ROUND) - _ROUND, np.float32(-1)), np.float32(1))
-    for j in range(_QUARTER):
-        byte = np.int32(0)
+    factor, divisor = floats(scale), floats(np.float32(np.inf) if scale == np.float32(0) else scale)
+    zero = floats(np.float32(0))
+    for j in range(0, _QUARTER, LANES):
+        byte = ints(0)
         for k in range(4):
-            byte |= (np.int32(rounded[j + k * _QUARTER]) & 3) << (2 * k)
-        codes[j] = np.int8(byte)
-    for j in range(BLOCK):
-        rounded[j] *= scale
+            here = np.uint64(4 * (j + k * _QUARTER))
+            whole = _rounded(wanted_at + here, divisor)
+            code = above(whole, zero) - above(zero, whole)
+            byte = byte | ((code & ints(3)) << ints(2 * k))
+            store(rounded_at + here, float_lanes(code) * factor)
+        store_bytes(codes_at + np.uint64(j), byte)
 
 
 @compiled
 @no_type_check
 def _encode_ternary(wanted_at, scale_at, codes_at, rounded_at):
-    usual = _usual(wanted_at, rounded_at)
-    wanted, rounded, codes = float32s(wanted_at), float32s(rounded_at), uint8s(codes_at)
+    usual = _usual(wanted_at)
     scalar(rounded_at)[0] = np.float32(0) if usual < _ZERO_ABSMAX else usual * _LEVEL
     word = np.int64(uint32s(rounded_at)[0])
     # NaN with all bits would overflow, and become zero.
@@ -318,17 +373,21 @@ def _encode_ternary(wanted_at, scale_at, codes_at, rounded_at):
     uint16s(scale_at)[0] = np.uint16(half)
     scale = float_of(np.uint32(half << 16))
     limit = np.float32(np.inf) if scale == np.float32(0) else scale * np.float32(0.5)
-    for j in range(BLOCK):
-        rounded[j] = np.float32(wanted[j] > limit) - np.float32(wanted[j] < -limit)
-    for j in range(_FIFTH):
-        byte = np.int32(40)
+    for j in range(0, BLOCK, LANES):
+        wanted = load(wanted_at + np.uint64(4 * j))
+        code = above(wanted, floats(limit)) - above(floats(-limit), wanted)
+        store(rounded_at + np.uint64(4 * j), float_lanes(code))
+    # The last bytes have no fifth digit. They are written first, because the lanes before them overlap with them.
+    for j in (_FIFTH - LANES, 0, LANES, 2 * LANES):
+        byte = ints(40)
         for k in range(4):
-            byte += np.int32(rounded[j + k * _FIFTH]) * np.int32(3**k)
-        codes[j] = np.uint8(byte)
-    for j in range(_FIVES):
-        codes[j] += np.uint8(81 * (np.int32(rounded[j + 4 * _FIFTH]) + 1))
-    for j in range(BLOCK):
-        rounded[j] *= scale
+            byte = byte + int_lanes(load(rounded_at + np.uint64(4 * (j + k * _FIFTH)))) * ints(3**k)
+        if j != _FIFTH - LANES:
+            byte = byte + (int_lanes(load(rounded_at + np.uint64(4 * (j + 4 * _FIFTH)))) + ints(1)) * ints(81)
+        store_bytes(codes_at + np.uint64(j), byte)
+    for j in range(0, BLOCK, LANES):
+        here = rounded_at + np.uint64(4 * j)
+        store(here, load(here) * floats(scale))
 
 
 @compiled

@@ -467,7 +467,7 @@ def inner():
     return {number}
 """
 OUTER = """
-from diloco_jax.core.blocks import compiled
+from diloco_jax.core.memory import compiled
 from loops.inner import inner
 
 @compiled

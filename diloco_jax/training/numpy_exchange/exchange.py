@@ -3,12 +3,14 @@
     out  `stage`: the owner copies the due pieces; another thread computes the update, anchor - local, and encodes it.
     in   `adopt`: a new value is rounded to the parameters' type, blended with the local one if needed, and written.
 
-The rules are those of training/exchange/, and so are the bits (rounding.py). Nothing is compiled.
+The rules are those of training/exchange/, and so are the bits (rounding.py, core/departure.py). Only the encoding of
+integer formats is compiled.
 """
 
+import importlib
 import threading
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32
@@ -21,8 +23,17 @@ from diloco_jax.training.numpy_exchange.holder import CpuArray, HostHolder
 from diloco_jax.training.numpy_exchange.rounding import DType, as_float32, as_held, blended, rebased, rounded
 from diloco_jax.training.whole_state.staging import CpuCopy
 
+if TYPE_CHECKING:
+    from diloco_jax.core.departure import Departure
+
+# Islands of one process build their exchanges in threads, and a function that is compiled refuses to compile once more.
+_COMPILING = threading.Lock()
 # Flat arrays by Slice.key; empty before the first rounding.
 Residuals = Mapping[str, Float32[np.ndarray, "n"]]
+
+# Encodes one tensor, given its name for messages and its update: returns the bytes for the wire, and what rounding left
+# out; None if nothing is rounded. It raises codec.NotFinite.
+Encoder = Callable[[str, Float32[np.ndarray, "n"]], tuple[codec.Bytes, Float32[np.ndarray, "n"] | None]]
 
 
 class Anchored(NamedTuple):
@@ -40,6 +51,7 @@ class CopiedFragment:
         fragment: Fragment,
         dtypes: Mapping[str, DType],
         format: codec.Format,
+        encoder: Encoder,
         held: Anchored,
         copies: "PieceCopies",
         keep_local: bool,
@@ -47,6 +59,7 @@ class CopiedFragment:
         self._fragment = fragment
         self._dtypes = dtypes
         self._format = format
+        self._encoder = encoder
         self._held: Anchored | None = held
         self._copies: PieceCopies | None = copies
         self._keep_local = keep_local
@@ -89,7 +102,7 @@ class CopiedFragment:
 
     def _encode(self) -> tuple[bytes, Residuals]:
         assert self._held is not None, "a copy is encoded once"
-        pieces: dict[str, list[memoryview]] = {}
+        pieces: dict[str, codec.Bytes] = {}
         after = {}
         for part in self._fragment.slices:
             key, (values, before) = part.key, self._held
@@ -99,10 +112,10 @@ class CopiedFragment:
                 update = anchor.reshape(-1) - self.local(key).reshape(-1)
                 if self._format != "float32":
                     update = update + before.get(key, np.float32(0))
-            pieces[key], left = rounded(key, update, self._format)
+            pieces[key], left = self._encoder(key, update)
             if left is not None:
                 after[key] = left
-        return b"".join(piece for key in sorted(pieces) for piece in pieces[key]), after
+        return b"".join(pieces[key] for key in sorted(pieces)), after
 
 
 class PieceCopies:
@@ -159,6 +172,15 @@ class CanonicalPieces:
         return part if part.axis == WHOLE else part._replace(axis=self._orders[part.path][part.axis])
 
 
+def _encoder_of(format: codec.Format) -> Encoder:
+    if not codec.is_integer(format):
+        return lambda key, update: rounded(update, format)
+    # Numba reads the settings of its cache when it is imported, and an island sets them after this file is loaded.
+    with _COMPILING:
+        departure: Departure = importlib.import_module("diloco_jax.core.departure").Departure(format)
+    return departure.encode
+
+
 class NumpyExchange:
     """The anchors and residuals of an island's fragments, in CPU memory.
 
@@ -178,13 +200,14 @@ class NumpyExchange:
         self._shapes = dict(holder.shapes)
         self._dtypes = dict(holder.dtypes)
         self._format: codec.Format = format
+        self._encoder = _encoder_of(format)
         self._rebase = rebase
 
     def stage(self, fragment: Fragment) -> CopiedFragment:
         """Start to copy a fragment's parameters as they are after the newest step; return at once."""
         assert fragment.fragment_id in self.held, f"fragment {fragment.fragment_id} was never adopted"
         held, copies = self.held[fragment.fragment_id], self._pieces.read(fragment)
-        return CopiedFragment(fragment, self._dtypes, self._format, held, copies, self._rebase)
+        return CopiedFragment(fragment, self._dtypes, self._format, self._encoder, held, copies, self._rebase)
 
     def adopt(
         self, fragment: Fragment, values: CpuValues, mode: AdoptMode, alpha: float, sent: CopiedFragment | None

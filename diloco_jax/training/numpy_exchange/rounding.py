@@ -13,9 +13,6 @@ from jaxtyping import Float32, Shaped
 
 from diloco_jax.core import codec
 
-# The host works on this many blocks at once, so that they stay in the cache.
-CHUNK = 512
-
 DType = np.dtype[Any]
 Floats = Float32[np.ndarray, "..."]
 Flat = Float32[np.ndarray, "n"]
@@ -65,32 +62,16 @@ def rebased(local: Shaped[np.ndarray, "..."], value: Floats, sent: Floats) -> Sh
         return (value.reshape(-1) + moved).astype(local.dtype).reshape(local.shape)
 
 
-def rounded(key: str, update: Flat, format: codec.Format) -> tuple[list[memoryview], Flat | None]:
-    """Encode one tensor's update for the wire.
-
-    Args:
-      key: name of the tensor, for messages.
+def rounded(update: Flat, format: codec.Format) -> tuple[memoryview, Flat | None]:
+    """Encode one tensor's update in a format without codes; integer formats are those of core/departure.py.
 
     Returns:
-      The pieces of its bytes, and what rounding left out; None if nothing is rounded.
-
-    Raises:
-      NotFinite: the update has NaN or infinity, and the format is an integer format.
+      The bytes for the wire, and what rounding left out; None if nothing is rounded.
     """
-    codes, scales = codec.quantize_on_cpu(update, format)
-    pieces = [codec.as_bytes(scales), codec.as_bytes(codes)]
+    rounded = codec.round_elements(np, update, format)
     if format == "float32":
-        return pieces, None
-    if format == "bfloat16":
-        with np.errstate(invalid="ignore"):
-            left = update - codes.astype(np.float32)
-        # NaN and infinity are sent unchanged, so nothing is left out.
-        return pieces, np.where(np.isfinite(update), left, np.float32(0))
-    if not np.isfinite(scales).all():
-        raise codec.NotFinite(f"{key!r} holds NaN or infinity, which {format} cannot carry; drop this update")
-    blocks = codec.to_blocks(np, update)
-    left = np.empty_like(blocks)
-    for start in range(0, len(blocks), CHUNK):
-        part = slice(start, start + CHUNK)
-        left[part] = blocks[part] - codec.dequantize_blocks(np, codes[part], scales[part].astype(np.float64), format)
-    return pieces, left.reshape(-1)[: update.size]
+        return codec.as_bytes(rounded), None
+    with np.errstate(invalid="ignore"):
+        left = update - rounded.astype(np.float32)
+    # NaN and infinity are sent unchanged, so nothing is left out.
+    return codec.as_bytes(rounded), np.where(np.isfinite(update), left, np.float32(0))
