@@ -113,7 +113,7 @@ def _island(island: Row) -> list[str]:
 
 
 def _sizes(of: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {size(one)}" for name, one in of.items())
+    return ", ".join(f"{name.replace('_', ' ')} {size(one)}" for name, one in of.items())
 
 
 def _flops(island: Row) -> list[str]:
