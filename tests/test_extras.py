@@ -24,6 +24,7 @@ INSTALLED = {
     "jax": "jax",
     "jaxtyping": "jaxtyping",
     "ml_dtypes": "ml_dtypes",
+    "numba": "numba",
     "numpy": "numpy",
     "obstore": "obstore",
     "optax": "optax",

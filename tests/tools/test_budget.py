@@ -109,7 +109,7 @@ def test_all_tools_say_the_same(path: Path, tmp_path: Path, monkeypatch: pytest.
 def _launched(config: RunConfig, needs: dict[str, Any]) -> None:
     """Compare what the manifests ask for with what all tools say."""
     files = WAYS["gke"].plan(_placed(config), needs).files
-    manifests = [yaml.safe_load(files[name]) for name in files if re.search(r"island-\d+\.yaml$", name)]
+    manifests = [yaml.safe_load(files[name]) for name in files if re.search(r"island-\d+(-slice-\d+)?\.yaml$", name)]
     for manifest in manifests:
         name = manifest["metadata"]["labels"]["app.kubernetes.io/component"]
         kind = next(each for each in needs["islands"] if name in each["islands"])
@@ -117,7 +117,7 @@ def _launched(config: RunConfig, needs: dict[str, Any]) -> None:
         assert job["parallelism"] == config.island(name).hosts
         asked = job["template"]["spec"]["containers"][0]["resources"]["requests"]["memory"]
         assert asked == f"{math.ceil(sum(kind['host'].values()) / 2**30)}Gi"
-    assert len(manifests) == config.islands.count
+    assert len(manifests) == config.islands.count * config.islands.slices
     text = next(text for name, text in files.items() if name.endswith("syncer.yaml"))
     resources = next(yaml.safe_load_all(text))["spec"]["template"]["spec"]["containers"][0]["resources"]
     asked, most = (int(resources[each]["memory"].removesuffix("Gi")) for each in ("requests", "limits"))
