@@ -138,3 +138,17 @@ def test_the_commands_train_and_an_island_that_is_killed_returns(folder: Path) -
         assert process.returncode == 0, f"{name}: {output}"
     summary = json.loads((folder / "syncer" / "summary.json").read_text())
     assert summary["complete"] and summary["learners"]["island-1"]["restarts"] == 1
+
+
+def test_the_commands_of_the_guide_work_after_the_end_of_the_run() -> None:
+    """The syncer's container has stopped then, and a fresh clone has no folder of runs."""
+    guide = (ROOT / "docs" / "compose.md").read_text(encoding="utf-8")
+    lines = [line.partition("#")[0].split() for line in guide.splitlines()]
+    commands = [words for words in lines if words[:2] == ["docker", "compose"]]
+    assert not [words for words in commands if words[2] == "exec"]
+    started = [words[5:] for words in commands if words[2:5] == ["run", "--rm", "--no-deps"]]
+    assert [words[:2] for words in started] == [["syncer", "status"], ["syncer", "report"]]
+    for words in started:
+        assert make_parser().parse_args(words[1:]).run == option(SERVICES["syncer"]["command"], "--run-dir")
+    copy = next(words for words in commands if words[2] == "cp")
+    assert lines.index(["mkdir", "-p", str(Path(copy[-1]).parent)]) < lines.index(copy)

@@ -219,7 +219,7 @@ class RunFeed:
         self._new_events, self.fresh = [], self.fresh and self._behind
         if self._looks % CURVES_EVERY == 0 and self.story.end_s != self._drawn_s:
             self._drawn_s = self.story.end_s
-            news |= {"curves": self._curves(), "logs": self.logs()}
+            news |= {"curves": self._curves(), "faults": read_faults(self.folder), "logs": self.logs()}
         return finite(news)
 
     def _curves(self) -> dict[str, Any]:

@@ -297,11 +297,15 @@ function drawStrip(run) {
 
 // ---- a moment of a finished run, and the faults that were injected into it
 const nearest = (points, t) => points.reduce((best, point) => !best || Math.abs(point[0] - t) < Math.abs(best[0] - t) ? point : best, null);
+const CONNECTION = {joined: '', back: '', left: 'has left', disconnected: 'is disconnected', silent: 'is silent', expelled: 'is expelled',
+  banned: 'is banned', admitted: 'is disconnected'};
 function describeMoment(run, t) {
-  const state = {};
+  const state = {}, complete = run.events.length && run.events[0].n === 1;
   for (const event of run.events) {
     if (event.t > t) break;
-    const now = {joined: '', back: '', left: 'has left', disconnected: 'is disconnected', silent: 'is silent'}[event.kind];
+    // An expelled or banned island is disconnected too, which says less.
+    if (event.reason === 'expelled' || event.reason === 'banned') continue;
+    const now = CONNECTION[event.kind];
     if (now !== undefined) for (const name of event.who) state[name] = now;
   }
   const away = Object.entries(state).filter(each => each[1]).map(each => each.join(' ')), parts = [];
@@ -310,7 +314,9 @@ function describeMoment(run, t) {
   const under = (run.faults || []).filter(fault => fault.t <= t && t <= (fault.recovered_s ?? fault.t) + 1);
   if (under.some(fault => fault.what.includes('-syncer'))) parts.push('the syncer is away, so no round closes, and islands train on');
   else {
-    parts.push(away.length ? away.join(', ') : 'all islands are connected');
+    if (away.length) parts.push(away.join(', '));
+    // Without the oldest events the state of some islands is unknown.
+    else if (complete) parts.push('all islands are connected');
     if (merged) parts.push(`rounds merge ${merged[1].toFixed(1)} islands`);
   }
   if (loss) parts.push(`training loss ${loss[1].toFixed(3)}`);

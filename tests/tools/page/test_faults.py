@@ -1,15 +1,23 @@
 """The faults of a chaos run on its page: read from the run's folder, marked in the charts, reached by the slider."""
 
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from diloco_jax.tools.page import faults
 from diloco_jax.tools.page.faults import SHOWN_MAX, read_faults
+from diloco_jax.tools.page.feed import CURVES_EVERY, RunFeed
 from diloco_jax.tools.page.page import write_report
+from tests.limits import HANGS_S
 from tests.tools.page.browser import CHROMIUM, Browser
 from tests.tools.page.made import append, made_run, note, one_round, step
+
+NODE = shutil.which("node")
 
 
 def fault(event: str, number: int, t: float, **changes: Any) -> str:
@@ -37,6 +45,50 @@ def test_damaged_lines_and_too_many_faults_are_left_out(tmp_path: Path) -> None:
     assert read_faults(written(tmp_path, *damaged)) == []
     many = read_faults(written(tmp_path, *(fault("begin", n, n) for n in range(SHOWN_MAX + 5))))
     assert [each["n"] for each in many] == [*range(SHOWN_MAX)]
+
+
+def test_news_with_curves_have_the_faults_since_the_page_was_opened(tmp_path: Path) -> None:
+    feed = RunFeed(made_run(tmp_path))
+    feed.look()
+    assert feed.whole()["faults"] == []
+    written(tmp_path, fault("begin", 1, 4.0))
+    found = []
+    for _ in range(CURVES_EVERY):
+        feed.look()
+        found += feed.news().get("faults", [])
+    assert [each["n"] for each in found] == [1]
+
+
+def event(number: int, kind: str, name: str, reason: str = "") -> dict[str, Any]:
+    return {"n": number, "t": number, "kind": kind, "who": [name], "reason": reason}
+
+
+BEGAN = [event(1, "joined", "a"), event(2, "joined", "b")]
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no node here: install Debian's package nodejs")
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        (BEGAN, "all islands are connected"),
+        ([*BEGAN, event(3, "disconnected", "b", "lost")], "b is disconnected"),
+        ([*BEGAN, event(3, "expelled", "b", "NaN"), event(4, "disconnected", "b", "expelled")], "b is expelled"),
+        ([*BEGAN, event(3, "banned", "b", "bad data"), event(4, "disconnected", "b", "banned")], "b is banned"),
+        ([*BEGAN, event(3, "banned", "b", "x"), event(4, "admitted", "b"), event(5, "joined", "b")], "all islands are"),
+        # The page keeps the newest events only, and the island that an older one names may be disconnected.
+        ([event(7, "joined", "b")], ""),
+        ([event(12, "disconnected", "b")], ""),
+    ],
+)
+def test_a_moment_tells_what_the_events_up_to_then_show(events: list[dict[str, Any]], says: str) -> None:
+    script = Path(faults.__file__).with_name("page.js").read_text(encoding="utf-8")
+    function = re.search(r"const nearest = .*?(?=function drawMoment)", script, re.DOTALL)
+    assert function is not None and NODE is not None
+    around = "const smoothed = x => [], known = x => x != null, time = x => `${x} s`;"
+    run = json.dumps({"events": events, "faults": [], "curves": {"loss": {}}})
+    code = f"{around}{function[0]}console.log(describeMoment({run}, 10))"
+    told = subprocess.run([NODE, "-e", code], capture_output=True, text=True, timeout=HANGS_S, check=True).stdout
+    assert told.startswith("10 s: " + says) if says else told.strip() == "10 s:"
 
 
 @pytest.mark.slow
