@@ -22,16 +22,20 @@ def _rewind_options(parser: Parser) -> None:
 @command("rewind", "List the snapshots of a run, or let a stopped run continue from an older one.", _rewind_options)
 def rewind(arguments: argparse.Namespace) -> int:
     from diloco_jax.runtime.local.rewind import go_back, list_snapshots
-    from diloco_jax.runtime.records.files import resume_command
+    from diloco_jax.runtime.records.files import resume_command, states_elsewhere
+    from diloco_jax.settings.text import load
 
-    run_config(arguments.run)
+    path = run_config(arguments.run)
     run_dir = Path(arguments.run)
     if arguments.to is None:
         facts = [each._asdict() for each in list_snapshots(run_dir)]
         show(arguments, {"snapshots": facts}, _table)
         return 0
-    moved = go_back(run_dir, arguments.to)
-    result = {"global_step": arguments.to, "moved_to": None if moved is None else str(moved)}
+    config = load(path)
+    elsewhere = states_elsewhere(config.checkpoints.states, config.name).removeprefix("file://")
+    remote = elsewhere if "://" in elsewhere else ""
+    moved = go_back(run_dir, arguments.to, Path(elsewhere).expanduser() if elsewhere and not remote else None)
+    result = {"global_step": arguments.to, "moved_to": [str(folder) for folder in moved], "delete_in": remote}
     show(arguments, {**result, "resume": resume_command(run_dir)}, _describe)
     return 0
 
@@ -46,9 +50,13 @@ def _table(result: dict[str, Any]) -> str:
 
 
 def _describe(result: dict[str, Any]) -> str:
-    step = result["global_step"]
-    if result["moved_to"] is None:
-        kept = f"nothing is newer than the snapshot of global step {step}"
-    else:
-        kept = f"everything newer than global step {step} is now in {result['moved_to']}; delete it when you are sure"
-    return f"{kept}\nto continue from there: {result['resume']} (or diloco syncer with --rewind, and each island)"
+    step, folders = result["global_step"], " and ".join(result["moved_to"])
+    lines = [f"everything newer than global step {step} is now in {folders}; delete it when you are sure"]
+    if not folders:
+        lines = [f"nothing is newer than the snapshot of global step {step}"]
+    if where := result["delete_in"]:
+        lines.append(
+            f"before you continue, delete the states of later global steps in {where}: islands would load them"
+        )
+    lines.append(f"to continue from there: {result['resume']} (or diloco syncer, and each island)")
+    return "\n".join(lines)

@@ -47,7 +47,7 @@ from diloco_jax.runtime.learner.effects import IDLE_S, Decisions, LearnerInbox, 
 from diloco_jax.runtime.learner.metrics import IslandMetrics
 from diloco_jax.runtime.learner.profiling import Profiling
 from diloco_jax.runtime.learner.tape import LearnerTape
-from diloco_jax.runtime.records.files import STATES
+from diloco_jax.runtime.records.files import STATES, states_elsewhere
 from diloco_jax.runtime.records.liveness import loop_name, machine_number
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, WRONG_INPUT, RefusedForGood
@@ -98,8 +98,8 @@ class Joining(NamedTuple):
         """Return this process's states on disk; ValueError if it cannot write to checkpoints.states."""
         name = check_name(self.learner_id)
         folders = [str(self.run_dir / STATES / name)]
-        if other := self.config.checkpoints.states:
-            folders.append("/".join((other.rstrip("/"), self.config.name, name)))
+        if other := states_elsewhere(self.config.checkpoints.states, self.config.name):
+            folders.append(f"{other}/{name}")
         on_disk = SavedStates(folders, *((0, 1) if self.hosts is None else (self.hosts.host, self.hosts.count)))
         return on_disk if self.kept is None else StatesWithKept(on_disk, self.kept)
 

@@ -37,6 +37,8 @@ TAPE_FILE = "tape.jsonl"
 # Locks of the process that writes tape, snapshots and status, and of its supervisor (folder_lock.py).
 SYNCER_LOCK, SUPERVISOR_LOCK = "syncer.lock", "supervisor.lock"
 CLOCK_FILE = "clock.json"  # run start
+# The global step of the snapshot that `diloco rewind` chose, until a syncer has gone back to it.
+REWIND_FILE = "rewind"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 # Text that the merged model wrote after training.
@@ -130,6 +132,26 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 def global_step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(_STEP))
+
+
+def rewind_chosen(run_dir: Path) -> bool:
+    """Tell whether the next syncer must go back to the newest snapshot, because `diloco rewind` chose it."""
+    try:
+        chosen = int((run_dir / REWIND_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    # The choice does not count if someone moved the newer snapshots back.
+    return [global_step_of(path) for path in complete_checkpoints(run_dir / CHECKPOINTS)[:1]] == [chosen]
+
+
+def states_elsewhere(states: str, name: str) -> str:
+    """Return the URL of the folder outside a run's where its islands save their states, too; "" if there is none.
+
+    Args:
+        states: the setting `checkpoints.states`.
+        name: the run's name.
+    """
+    return "/".join((states.rstrip("/"), name)) if states else ""
 
 
 def how_to_use(run_dir: Path) -> str:

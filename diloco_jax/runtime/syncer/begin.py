@@ -4,7 +4,8 @@ fresh     There is no tape: the initial model and a new machine.
 failover  There is a tape: the newest readable snapshot, then every later decision from the tape, with what the rounds
           showed to be usual (protocol/exclusion.py). Learners, which are alive, send the values that the snapshot
           lacks (protocol/syncer/comeback.py).
-rewind    There is a tape, and no learner is alive: the newest readable snapshot alone. Later rounds are void.
+rewind    There is a tape, and no learner is alive, or `diloco rewind` chose the newest snapshot: the newest readable
+          snapshot alone. Later rounds are void.
 """
 
 import json
@@ -32,7 +33,15 @@ from diloco_jax.protocol.syncer.tape import (
 )
 from diloco_jax.runtime.model.global_model import Parameters
 from diloco_jax.runtime.records import checkpoint
-from diloco_jax.runtime.records.files import CHECKPOINTS, TAPE_FILE, check_history, has_begun, how_to_use
+from diloco_jax.runtime.records.files import (
+    CHECKPOINTS,
+    REWIND_FILE,
+    TAPE_FILE,
+    check_history,
+    has_begun,
+    how_to_use,
+    rewind_chosen,
+)
 from diloco_jax.runtime.records.tape_file import last_time_s, read_lines
 from diloco_jax.runtime.syncer.context import SyncerContext
 from diloco_jax.runtime.syncer.snapshots import Snapshot, TapeExtent, read_snapshot, set_others_aside
@@ -51,7 +60,7 @@ def mode_of(run_dir: Path, *, rewind: bool) -> str:
     if has_begun(run_dir):
         # A damaged end of the tape is reported before anything changes.
         last_time_s(run_dir / TAPE_FILE)
-        return REWIND if rewind else FAILOVER
+        return REWIND if rewind or rewind_chosen(run_dir) else FAILOVER
     return FRESH
 
 
@@ -169,7 +178,10 @@ def _rewind(
     # Epochs are counted from the snapshot on, so that a long tape is not read whole.
     epoch = state["epoch"][0] + count_epochs(read_lines(context.run_dir / TAPE_FILE, snapshot.tape_bytes))
     log.info(f"the run continues from {path.name}; later rounds are void")
-    return context.taped.on_rewind(state, snapshot.global_step, epoch, now_s, snapshot.tape_head)
+    effects = context.taped.on_rewind(state, snapshot.global_step, epoch, now_s, snapshot.tape_head)
+    context.tape.flush()
+    (context.run_dir / REWIND_FILE).unlink(missing_ok=True)
+    return effects
 
 
 def _restored(context: SyncerContext, snapshot: Snapshot) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer, replay
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.runtime.records import checkpoint
+from diloco_jax.runtime.records.files import REWIND_FILE
 from diloco_jax.runtime.records.tape_chain import TapeChain
 from diloco_jax.runtime.records.tape_file import TapeFile, read_lines
 from diloco_jax.runtime.syncer import snapshots
-from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, begin
+from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND, begin, mode_of
 from diloco_jax.runtime.syncer.snapshots import SnapshotWriter
 from tests.limits import HANGS_S
 from tests.runtime.models import make_model
@@ -220,3 +221,15 @@ def test_a_replay_of_the_tape_of_many_epochs_needs_no_snapshot_on_disk(tmp_path:
     machine = new_syncer()
     list(replay(read_lines(tmp_path / "tape.jsonl"), machine))
     assert machine.epoch == 4 and machine.state() == process.machine.state()
+
+
+def test_a_chosen_rewind_ends_when_the_tape_has_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    Process(folder, FRESH).live(4, 6).ends()
+    shutil.rmtree(folder / "checkpoints/step_00000006")
+    (folder / REWIND_FILE).write_text("4\n")
+    mode = mode_of(folder, rewind=False)
+    again = Process(folder, mode, 9.0)
+    assert (mode, again.machine.global_step, json.loads(again.lines[-1])[0]) == (REWIND, 4, "rewind")
+    assert not (folder / REWIND_FILE).exists() and mode_of(folder, rewind=False) == FAILOVER
+    again.ends()
