@@ -120,12 +120,17 @@ def test_an_inner_module_may_be_compiled() -> None:
 
 
 def test_a_module_in_distributed_data_parallel_of_one_process_keeps_its_names(tmp_path: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
+    def use() -> None:
         module = DistributedDataParallel(Small())
         holder = TorchHolder(module, [optimizer := torch.optim.Adam(module.parameters())])
         assert set(holder.shapes) == PATHS
         assert len(train(module, optimizer, 2)) == 2
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        # The module must go before the group: if it is the group's last owner, its end waits for threads of the group
+        # while it holds the interpreter's lock, and may wait forever.
+        use()
     finally:
         torch.distributed.destroy_process_group()
 
