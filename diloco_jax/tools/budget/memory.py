@@ -168,24 +168,31 @@ def held_elements(blueprint: Blueprint, fragment: Fragment, hosts: int) -> HeldE
     return HeldElements(on_host, passed)
 
 
-def elements_on_host(run: ResolvedRun, blueprint: Blueprint, hosts: int) -> float:
-    """Count the elements of all fragments on the devices of one host, each once."""
-    return sum(held_elements(blueprint, fragment, hosts).on_host for fragment in run.fragments)
+def gradient_elements(blueprint: Blueprint, hosts: int) -> int:
+    """Count the elements of a gradient on the devices of one host, each once.
+
+    A gradient is sharded as the step shards the parameters, whatever the split of fragments (training/parts.py).
+    """
+    return sum(_elements_on_host(blueprint, leaf.shape, leaf.sharding, hosts) for leaf in blueprint.tensors.values())
 
 
 def moments_on_host(blueprint: Blueprint, hosts: int) -> float:
     """Return the bytes of the state without parameters that the devices of one host hold."""
-    sizes, found = tuple(blueprint.mesh.shape.items()), 0.0
     shapes, layouts = blueprint.state_shapes, blueprint.state_shardings
     pairs = zip(
         jax.tree.leaves((shapes.opt_state, shapes.other)),
         jax.tree.leaves((layouts.opt_state, layouts.other)),
         strict=True,
     )
-    for leaf, layout in pairs:
-        axes = frozenset(jax.tree.leaves(tuple(layout.spec)))
-        found += _shards_of_hosts(sizes, axes, hosts)[0] * _shard_bytes(leaf, layout)
-    return found
+    return sum(leaf.dtype.itemsize * _elements_on_host(blueprint, leaf.shape, layout, hosts) for leaf, layout in pairs)
+
+
+def _elements_on_host(
+    blueprint: Blueprint, shape: tuple[int, ...], sharding: jax.sharding.NamedSharding, hosts: int
+) -> int:
+    axes = frozenset(jax.tree.leaves(tuple(sharding.spec)))
+    distinct, _ = _shards_of_hosts(tuple(blueprint.mesh.shape.items()), axes, hosts)
+    return distinct * math.prod(sharding.shard_shape(shape))
 
 
 @functools.cache
@@ -220,14 +227,16 @@ def host_memory(
     """
     hosts, several = island.hosts, slices > 1
     sizes = [held_elements(blueprint, fragment, hosts).on_host for fragment in run.fragments]
+    gradient = 4.0 * gradient_elements(blueprint, hosts) if several else 0.0
     return HostMemory(
         PROCESS_BYTES,
         4.0 * (sum(sizes) + max(CPU_COPIES * max(sizes), sum(sizes))),
         _staged_at_once(run, run.payload_bytes(run.config.wire.up)) / hosts,
         blueprint.state_layout.num_bytes / hosts,
         sum(chip_memory(run, blueprint)) * emulated / hosts if emulated else 0.0,
-        GRADIENT_COPIES * 4.0 * sum(sizes) if several else 0.0,
-        4.0 * sum(sizes) + moments_on_host(blueprint, hosts) if several else 0.0,
+        GRADIENT_COPIES * gradient,
+        # Parameters are sharded like their gradient.
+        gradient + moments_on_host(blueprint, hosts) if several else 0.0,
     )
 
 

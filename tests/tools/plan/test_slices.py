@@ -1,19 +1,27 @@
 """Islands of several slices in `diloco plan`, against arithmetic by hand."""
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
+import jax
+import numpy as np
 import pytest
 
 from diloco_jax.settings.text import parse
 from diloco_jax.sim.goodput.bandwidth import exchange_bytes
 from diloco_jax.sim.goodput.settings import Assumptions
+from diloco_jax.tools.budget.memory import held_elements
 from diloco_jax.tools.plan.advice import advise
 from diloco_jax.tools.plan.case import Case, case_of
 from diloco_jax.tools.plan.forecast import expected_goodput, forecast
 from diloco_jax.tools.plan.report import describe
 from diloco_jax.tools.plan.slices import slices_rows
 from diloco_jax.tools.stage.gates import StageGate, gates
+from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.island import Island
+from diloco_jax.training.parts import PartSteps
 
 SETTINGS: dict[str, Any] = {
     "name": "small",
@@ -44,6 +52,46 @@ def test_a_slice_sends_what_a_ring_all_reduce_sends() -> None:
     # A slice that computes both parts sends two chunks and its mean; a slice alone sends nothing.
     assert exchange_bytes(8, 2, parts=2) == 48
     assert exchange_bytes(8, 1, parts=2) == 0
+
+
+class OneHost(NamedTuple):
+    """A sharding as the host with some of its devices finds it."""
+
+    sharding: jax.sharding.NamedSharding
+    devices: set[jax.Device]
+
+    def addressable_devices_indices_map(self, shape: tuple[int, ...]) -> dict[jax.Device, Any]:
+        """Return the indices of the shards on this host's devices."""
+        return {each: index for each, index in self.sharding.devices_indices_map(shape).items() if each in self.devices}
+
+
+def part_size(blueprint: Blueprint, host: int, hosts: int) -> int:
+    """Return the elements that one of several hosts exchanges for each part, as its `PartSteps` counts them."""
+    devices = np.array(jax.devices()[: blueprint.mesh.size])
+    mesh = jax.sharding.Mesh(devices.reshape(tuple(blueprint.mesh.shape.values())), blueprint.mesh.axis_names)
+    own = {*np.split(devices, hosts)[host]}
+    tensors = {
+        path: SimpleNamespace(shape=leaf.shape, sharding=OneHost(jax.NamedSharding(mesh, leaf.sharding.spec), own))
+        for path, leaf in blueprint.tensors.items()
+    }
+    described = Mock(spec=Blueprint, tensors=tensors, state_shapes=blueprint.state_shapes)
+    return PartSteps(Mock(spec=Island, blueprint=described)).size
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}])
+def test_a_host_exchanges_its_shards_of_the_gradient(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 24 fragments, tensors are cut along sharded axes, so a host holds more of values than of gradients."""
+    monkeypatch.setitem(SETTINGS, "protocol", {**SETTINGS["protocol"], "sync_every": 24, "num_fragments": 24})
+    for hosts in (2, 4):
+        case = small(mesh=mesh, hosts=hosts)
+        blueprint = case.kinds[0].outline.blueprint
+        elements = max(part_size(blueprint, host, hosts) for host in range(hosts))
+        (row,) = slices_rows(case)
+        assert row["exchange_bytes"] == 2 * 3 / 4 * 4 * elements
+        assert case.kinds[0].outline.needs.host.gradients_between_slices == 3 * 4 * elements
+        values = sum(held_elements(blueprint, each, hosts).on_host for each in case.run.fragments)
+        assert row["adopted_bytes"] == 4 * values / 24
+        assert values > elements or "data" in mesh
 
 
 def test_steps_and_rates_of_four_slices() -> None:
