@@ -364,9 +364,11 @@ def _in_slices(
     """Run one slice of an island of several, or one host of it."""
     from diloco_jax.runtime.local.run import next_incarnation
     from diloco_jax.runtime.slices.process import SlicePlace, SliceProcess
+    from diloco_jax.transport.link import listening_address
 
-    name = arguments.island
-    place = SlicePlace(arguments.slice, tuple(arguments.slices.split(",")), hosts)
+    name, own, addresses = arguments.island, arguments.slice, arguments.slices.split(",")
+    addresses[own] = listening_address(addresses[own])
+    place = SlicePlace(own, tuple(addresses), hosts)
     return SliceProcess(config, name, place, address, run_dir, lambda: next_incarnation(run_dir, name), stop).run()
 
 

@@ -8,6 +8,7 @@ Guarantees
   * Payloads are shared, not copied: a sender must not change a payload after `send`.
 """
 
+import ipaddress
 import math
 import re
 import socket
@@ -300,6 +301,21 @@ def split_address(address: str, setting: str = "transport.address") -> tuple[str
     if not (colon and host and port.isascii() and port.isdecimal() and int(port) <= 65535):
         raise ValueError(f"{setting} is {address!r}: write host:port, a port up to 65535, such as 127.0.0.1:50051")
     return host, int(port)
+
+
+def listening_address(address: str) -> str:
+    """Return where to listen so that others can call this machine at `address`.
+
+    If the host is a name, that is every address of this machine: /etc/hosts may map the machine's own name to loopback,
+    and a name server may not know the name yet. An IP address and localhost stay as they are.
+    """
+    host, port = split_address(address)
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        if host != "localhost":
+            return f"{'[::]' if socket.has_dualstack_ipv6() else '0.0.0.0'}:{port}"
+    return address
 
 
 def check_free(address: str) -> None:

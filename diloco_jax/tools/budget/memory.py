@@ -14,7 +14,7 @@ from diloco_jax.core.fragments import Fragment
 from diloco_jax.core.outer import OuterConfig
 from diloco_jax.runtime.island.adoptions import FREE_MAX
 from diloco_jax.runtime.island.host import PLACED_MAX
-from diloco_jax.settings.islands import IslandConfig
+from diloco_jax.settings.islands import IslandConfig, IslandsConfig
 from diloco_jax.settings.resolved import ResolvedRun
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.tensors import tensors
@@ -29,8 +29,6 @@ SYNCER_PROCESS_BYTES = 450e6
 CONNECTION_BYTES = 16 << 20
 # Copies of a fragment on its way to disk: its chunks, or the slices that form it.
 DISK_COPIES = 1
-# Copies of a gradient in float32 while slices exchange it: the part, the mean, and the chunks of other slices.
-GRADIENT_COPIES = 3
 # Arrays of a fragment beside the newest values: the one that is being decoded, and the free ones.
 CPU_COPIES = 1 + FREE_MAX
 
@@ -168,24 +166,46 @@ def held_elements(blueprint: Blueprint, fragment: Fragment, hosts: int) -> HeldE
     return HeldElements(on_host, passed)
 
 
-def elements_on_host(run: ResolvedRun, blueprint: Blueprint, hosts: int) -> float:
-    """Count the elements of all fragments on the devices of one host, each once."""
-    return sum(held_elements(blueprint, fragment, hosts).on_host for fragment in run.fragments)
+def gradient_copies(islands: IslandsConfig) -> float:
+    """Return the most memory of a slice for gradients, as a multiple of one gradient in float32.
+
+    If k slices compute P parts, a slice keeps its own parts, the mean, its chunk of the others' parts, and their sum:
+
+        ceil(P / k) + 1 + (P - ceil(P / k) + 1) / k
+
+    That is 3 while no slice is missing. With `keep`, P stays when slices are lost.
+    """
+    parts = islands.slices
+    left = islands.slices_least if islands.slices_batch == "keep" else parts
+    own = math.ceil(parts / left)
+    return own + 1 + (parts - own + 1) / left
+
+
+def gradient_elements(blueprint: Blueprint, hosts: int) -> int:
+    """Count the elements of a gradient on the devices of one host, each once.
+
+    A gradient is sharded as the step shards the parameters, whatever the split of fragments (training/parts.py).
+    """
+    return sum(_elements_on_host(blueprint, leaf.shape, leaf.sharding, hosts) for leaf in blueprint.tensors.values())
 
 
 def moments_on_host(blueprint: Blueprint, hosts: int) -> float:
     """Return the bytes of the state without parameters that the devices of one host hold."""
-    sizes, found = tuple(blueprint.mesh.shape.items()), 0.0
     shapes, layouts = blueprint.state_shapes, blueprint.state_shardings
     pairs = zip(
         jax.tree.leaves((shapes.opt_state, shapes.other)),
         jax.tree.leaves((layouts.opt_state, layouts.other)),
         strict=True,
     )
-    for leaf, layout in pairs:
-        axes = frozenset(jax.tree.leaves(tuple(layout.spec)))
-        found += _shards_of_hosts(sizes, axes, hosts)[0] * _shard_bytes(leaf, layout)
-    return found
+    return sum(leaf.dtype.itemsize * _elements_on_host(blueprint, leaf.shape, layout, hosts) for leaf, layout in pairs)
+
+
+def _elements_on_host(
+    blueprint: Blueprint, shape: tuple[int, ...], sharding: jax.sharding.NamedSharding, hosts: int
+) -> int:
+    axes = frozenset(jax.tree.leaves(tuple(sharding.spec)))
+    distinct, _ = _shards_of_hosts(tuple(blueprint.mesh.shape.items()), axes, hosts)
+    return distinct * math.prod(sharding.shard_shape(shape))
 
 
 @functools.cache
@@ -220,14 +240,16 @@ def host_memory(
     """
     hosts, several = island.hosts, slices > 1
     sizes = [held_elements(blueprint, fragment, hosts).on_host for fragment in run.fragments]
+    gradient = 4.0 * gradient_elements(blueprint, hosts) if several else 0.0
     return HostMemory(
         PROCESS_BYTES,
         4.0 * (sum(sizes) + max(CPU_COPIES * max(sizes), sum(sizes))),
         _staged_at_once(run, run.payload_bytes(run.config.wire.up)) / hosts,
         blueprint.state_layout.num_bytes / hosts,
         sum(chip_memory(run, blueprint)) * emulated / hosts if emulated else 0.0,
-        GRADIENT_COPIES * 4.0 * sum(sizes) if several else 0.0,
-        4.0 * sum(sizes) + moments_on_host(blueprint, hosts) if several else 0.0,
+        gradient_copies(run.config.islands) * gradient,
+        # Parameters are sharded like their gradient.
+        gradient + moments_on_host(blueprint, hosts) if several else 0.0,
     )
 
 

@@ -19,7 +19,7 @@ from diloco_jax.tools.budget.memory import (
     HostMemory,
     SyncerMemory,
     chip_memory,
-    elements_on_host,
+    gradient_elements,
     host_memory,
     syncer_memory,
 )
@@ -169,9 +169,9 @@ class IslandOutline(NamedTuple):
         return (topology.chips if topology else self.kind.chips) * slices
 
     @property
-    def host_elements(self) -> float:
-        """Count the elements of the model on the devices of one host, each once."""
-        return elements_on_host(self.run, self.blueprint, self.kind.island.hosts)
+    def gradient_elements(self) -> int:
+        """Count the elements of a gradient on the devices of one host, each once."""
+        return gradient_elements(self.blueprint, self.kind.island.hosts)
 
     def as_dict(self) -> dict[str, Any]:
         hbm, host = self.needs.hbm, self.needs.host

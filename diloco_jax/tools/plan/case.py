@@ -224,7 +224,7 @@ def _timed(config: RunConfig, each: IslandOutline, assumed: Assumptions) -> Time
     found, rate = _computed(config, each, assumed), GBIT * assumed.slices_gbit_per_s
     if not rate:
         return found
-    exchange_s = exchange_bytes(each.host_elements, each.kind.slices) / rate
+    exchange_s = exchange_bytes(each.gradient_elements, each.kind.slices) / rate
     return found._replace(step_s=found.step_s + exchange_s, exchange_s=exchange_s)
 
 

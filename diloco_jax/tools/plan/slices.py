@@ -1,7 +1,7 @@
 """Islands of several slices: the network between slices, and what a lost slice costs.
 
-With S slices, N elements of the model on a host's devices and a step's computation of C seconds, each host sends and
-receives per step
+With S slices, N elements of the gradient on a host's devices and a step's computation of C seconds, each host sends
+and receives per step
 
     2 (S - 1) / S x 4 N bytes
 
@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 from diloco_jax.sim.goodput.bandwidth import GBIT, STEP_TIMES_MAX, exchange_bytes, exchange_gbit_per_s
+from diloco_jax.tools.budget.memory import held_elements
 from diloco_jax.tools.plan.case import Case, TimedKind
 
 # The longest measured pause of an island beyond `islands.straggler_s`, in seconds; docs/log.md, 2026-11-30.
@@ -42,6 +43,7 @@ def _row(case: Case, kind: TimedKind) -> Row:
     outlined, rounds = kind.outline.kind, case.rounds()
     slices, hosts, batch = outlined.slices, outlined.island.hosts, outlined.island.batch_size
     lost = lost_step_s(case, kind, 1)
+    values = sum(held_elements(kind.outline.blueprint, each, hosts).on_host for each in kind.outline.run.fragments)
     return {
         "islands": list(outlined.names),
         "slices": slices,
@@ -52,8 +54,8 @@ def _row(case: Case, kind: TimedKind) -> Row:
         "exchange_s": kind.exchange_s,
         "step_s": kind.step_s,
         "step_times": kind.step_s / kind.compute_s if kind.exchange_s else None,
-        "exchange_bytes": exchange_bytes(kind.outline.host_elements, slices),
-        "adopted_bytes": 4 * kind.outline.host_elements / rounds.sync_every,
+        "exchange_bytes": exchange_bytes(kind.outline.gradient_elements, slices),
+        "adopted_bytes": 4 * values / rounds.sync_every,
         "gbit_per_s_needed": needed_gbit_per_s(kind),
         "gbit_per_s": case.assumed.slices_gbit_per_s or None,
         "slices_batch": case.config.islands.slices_batch,
@@ -66,7 +68,7 @@ def _row(case: Case, kind: TimedKind) -> Row:
 
 def needed_gbit_per_s(kind: TimedKind) -> float:
     """Return the rate of a host's network to other slices that keeps a step within 1.05 of its computation."""
-    return exchange_gbit_per_s(kind.outline.host_elements, kind.outline.kind.slices, kind.compute_s)
+    return exchange_gbit_per_s(kind.outline.gradient_elements, kind.outline.kind.slices, kind.compute_s)
 
 
 def lost_step_s(case: Case, kind: TimedKind, missing: int) -> dict[str, float]:
@@ -76,7 +78,7 @@ def lost_step_s(case: Case, kind: TimedKind, missing: int) -> dict[str, float]:
     parts = math.ceil(outlined.slices / left)
 
     def exchange_s(members: int, parts: int) -> float:
-        return exchange_bytes(kind.outline.host_elements, members, parts) / rate if rate else 0.0
+        return exchange_bytes(kind.outline.gradient_elements, members, parts) / rate if rate else 0.0
 
     # Chunks of earlier parts travel while the last part is computed.
     earlier_s = exchange_s(left, parts) - exchange_s(left, 1)
@@ -103,7 +105,7 @@ def slices_advice(case: Case) -> list[Row]:
         f"slices of {outlined.names[0]} exchange gradients for {kind.exchange_s:.3g} s of each step of "
         f"{kind.step_s:.3g} s, more than {STEP_TIMES_MAX - 1:.0%} of its computation; "
     )
-    held = kind.outline.host_elements * outlined.island.hosts / case.parameters
+    held = kind.outline.gradient_elements * outlined.island.hosts / case.parameters
     copies = f", and a mesh without the {held:.2g} copies in a slice, a smaller one" if held >= COPIES_MIN else ""
     if times > BATCH_TIMES_MAX:
         why += f"a batch {times:.0f} times as large would be needed, and an island for each slice exchanges far less"

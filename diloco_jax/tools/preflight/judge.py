@@ -11,7 +11,7 @@ from diloco_jax.settings.islands import AUTO
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.slices import Topology
 from diloco_jax.sim.goodput.bandwidth import exchange_bytes, exchange_gbit_per_s
-from diloco_jax.tools.budget.memory import Hbm, elements_on_host, num_parameters
+from diloco_jax.tools.budget.memory import Hbm, gradient_elements, num_parameters
 from diloco_jax.tools.budget.needs import IslandKind, island_needs, kinds_of, link_needs
 from diloco_jax.tools.preflight.compile import (
     MFU,
@@ -278,7 +278,7 @@ def _exchange(compiled: Compiled, kind: IslandKind, step_s: Sequence[float]) -> 
     """Return what a host exchanges with other slices per step, and the rates that steps need; None without others."""
     if kind.slices == 1:
         return None
-    elements = elements_on_host(compiled.run, compiled.blueprint, kind.island.hosts)
+    elements = gradient_elements(compiled.blueprint, kind.island.hosts)
     return {
         "bytes": exchange_bytes(elements, kind.slices),
         "gbit_per_s": [exchange_gbit_per_s(elements, kind.slices, seconds) for seconds in step_s],

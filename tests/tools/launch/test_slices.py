@@ -1,12 +1,14 @@
 """Islands of several slices: each slice starts, finds the others and restarts by itself."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
 from diloco_jax.tools.launch.sites import WAYS
+from tests.limits import HANGS_S
 from tests.tools.launch.helpers import GPU, Stage, plan
 
 ALIKE = ("--islands.each", "{}", "--islands.topology", "v5p:2x2x1", "--islands.zone", "us-east5-a")
@@ -61,6 +63,23 @@ def test_slurm_has_a_node_for_each_host_and_a_step_for_each_slice() -> None:
     script = planned.files["island-0.sbatch"]
     assert "#SBATCH --nodes=4" in script and "#SBATCH --no-kill" in script
     assert '--slice "$SLICE"' in script and "4 slices" in planned.files["README.md"]
+
+
+@pytest.mark.parametrize("slices", ["1", "2"])
+def test_jobs_of_slurm_that_share_a_node_have_different_ports(slices: str) -> None:
+    """Compare two ports of each of three consecutive jobs."""
+    script = plan("slurm", *GPU, "--islands.slices", slices).files["island-0.sbatch"]
+    (line,) = re.findall(r"^PORT=.*$", script, re.MULTILINE)
+    printed = f'for SLURM_JOB_ID in 5999 6000 6001; do {line}; echo "$PORT" "$((PORT + 1))"; done'
+    found = subprocess.run(["bash", "-c", printed], capture_output=True, text=True, check=True, timeout=HANGS_S)
+    ports = found.stdout.split()
+    assert len({*ports}) == 6 and all(20000 <= int(port) < 32768 for port in ports)
+
+
+def test_slurm_users_read_that_an_island_needs_its_first_node() -> None:
+    files = plan("slurm", *GPU, "--islands.slices", "2").files
+    assert "if that one fails, the whole island starts again" in files["island-0.sbatch"]
+    assert "if that one is lost, the whole island starts again" in files["README.md"]
 
 
 @pytest.mark.parametrize("way", sorted({*WAYS} - {"gke", "tpu-vm", "slurm", "pathways"}))
