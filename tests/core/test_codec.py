@@ -477,19 +477,64 @@ print(outer(), len(outer.stats.cache_hits))
 """
 
 
+IMPORT = "import loops.outer"
+# A process that is killed before it writes the code, after whatever it writes first.
+KILLED = f"""
+import os
+from numba.core.caching import IndexDataCacheFile
+IndexDataCacheFile._save_data = lambda *_: os._exit(9)
+{IMPORT}
+"""
+
+
 def test_cached_code_is_not_used_after_a_change_of_what_is_inlined_into_it(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     (tmp_path / "loops").mkdir()
     (tmp_path / "loops" / "outer.py").write_text(OUTER)
     found = []
     # Numbers of different width, because Python takes bytecode of a source with the same second and size.
-    for number in (1, 1, 22):
+    for number, program in ((1, IMPORT), (1, IMPORT), (22, KILLED), (22, IMPORT)):
         (tmp_path / "loops" / "inner.py").write_text(INNER.format(number=number))
-        ran = subprocess.run(
-            [sys.executable, "-c", "import loops.outer"], capture_output=True, text=True, env=environment, check=True
-        )
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        assert ran.returncode == 9 * (program == KILLED), ran.stderr
         found.append(ran.stdout.split())
-    assert found == [["1", "0"], ["1", "1"], ["22", "0"]]
+    assert found == [["1", "0"], ["1", "1"], [], ["22", "0"]]
+
+
+# For Numba a limit on the size of files is an error like a full disk.
+DAMAGE = """
+import os, resource, signal
+from pathlib import Path
+from numba import types
+from diloco_jax.core import memory
+
+def loop(x):
+    return x + 1
+
+def hits():
+    made = memory.compiled(loop)
+    made.compile((types.int64,))
+    assert made(1) == 2
+    return sum(made.stats.cache_hits.values())
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+full = [hits(), hits()]
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+whole = [hits(), hits()]
+(file,) = [each for each in Path(os.environ["NUMBA_CACHE_DIR"]).rglob("*.nbc") if "loop" in each.name]
+file.write_bytes(b"")
+empty = [hits(), hits()]
+file.write_bytes(file.read_bytes()[:-9])
+print(full, whole, empty, [hits(), hits()])
+"""
+
+
+def test_damaged_code_and_a_full_disk_cost_only_time(tmp_path: Path) -> None:
+    (tmp_path / "damage.py").write_text(DAMAGE)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    ran = subprocess.run([sys.executable, "-c", "import damage"], capture_output=True, text=True, env=environment)
+    assert ran.stdout == "[0, 0] [0, 1] [0, 1] [0, 1]\n", ran.stderr
 
 
 @pytest.fixture
