@@ -36,8 +36,7 @@ def compiled(function: Any) -> Any:
     return loop
 
 
-@no_type_check
-class _MachineCode(FunctionCache):
+class _MachineCode(FunctionCache):  # type: ignore[misc]
     """The compiled code of one loop on disk, where each file has a digest of all that its code depends on as its name.
 
     Numba alone compares the stamp of the function's file, and finds the code by a number in an index. It misses a
@@ -45,11 +44,11 @@ class _MachineCode(FunctionCache):
     of the code, the index names older code. Errors of the disk, and damaged files, cost only time here.
     """
 
-    def __init__(self, function):
+    def __init__(self, function: Any) -> None:
         super().__init__(function)
         self._versions = (_sources(function.__globals__), numba.__version__, llvmlite.__version__)
 
-    def load_overload(self, signature, context):
+    def load_overload(self, signature: Any, context: Any) -> Any:
         context.refresh()
         try:
             stored = self._cache_file._load_data(self._file(signature, context.codegen()))
@@ -58,7 +57,7 @@ class _MachineCode(FunctionCache):
             # There is no file, or its content is damaged, which raises errors of many kinds.
             return None
 
-    def save_overload(self, signature, code):
+    def save_overload(self, signature: Any, code: Any) -> None:
         # Code with addresses of this process cannot be cached.
         if not self._impl.check_cachable(code):
             return
@@ -69,7 +68,7 @@ class _MachineCode(FunctionCache):
             for path in files[:-FILES_MAX]:
                 path.unlink(missing_ok=True)
 
-    def _file(self, signature, codegen):
+    def _file(self, signature: Any, codegen: Any) -> str:
         about = repr((self._index_key(signature, codegen), self._versions))
         return f"{self._impl.filename_base}.{_digest(about)}.nbc"
 

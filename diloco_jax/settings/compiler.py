@@ -7,6 +7,7 @@ get them in an environment variable, which the compiler reads when JAX starts.
 import hashlib
 import os
 import platform
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,7 +65,11 @@ def users_folder() -> Path | None:
     """Return this user's folder for compiled programs, never a folder that others can write to; None without one."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco_jax"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+        # This process will execute what is in the folder.
+        if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return None
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, RuntimeError):

@@ -17,9 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from numba import types
 
-from diloco_jax.core import codec
+from diloco_jax.core import codec, memory
 from diloco_jax.core.codec import Format, decode, encode, encoded_size
+from diloco_jax.core.memory import compiled
 from tests.core.merging import SHAPES, code_ties, level_ties
 from tests.drawn import examples
 
@@ -501,40 +503,35 @@ def test_cached_code_is_not_used_after_a_change_of_what_is_inlined_into_it(tmp_p
     assert found == [["1", "0"], ["1", "1"], [], ["22", "0"]]
 
 
-# For Numba a limit on the size of files is an error like a full disk.
-DAMAGE = """
-import os, resource, signal
-from pathlib import Path
-from numba import types
-from diloco_jax.core import memory
-
-def loop(x):
+def one_more(x: int) -> int:
     return x + 1
 
-def hits():
-    made = memory.compiled(loop)
-    made.compile((types.int64,))
-    assert made(1) == 2
-    return sum(made.stats.cache_hits.values())
 
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
-full = [hits(), hits()]
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-whole = [hits(), hits()]
-(file,) = [each for each in Path(os.environ["NUMBA_CACHE_DIR"]).rglob("*.nbc") if "loop" in each.name]
-file.write_bytes(b"")
-empty = [hits(), hits()]
-file.write_bytes(file.read_bytes()[:-9])
-print(full, whole, empty, [hits(), hits()])
-"""
+def test_damaged_code_and_a_full_disk_cost_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    # pytest loads its modules in another way.
+    monkeypatch.setattr(memory, "_sources", lambda names: "")
 
+    def hits() -> int:
+        loop = compiled(one_more)
+        loop.compile((types.int64,))
+        assert loop(1) == 2
+        return sum(loop.stats.cache_hits.values())
 
-def test_damaged_code_and_a_full_disk_cost_only_time(tmp_path: Path) -> None:
-    (tmp_path / "damage.py").write_text(DAMAGE)
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    ran = subprocess.run([sys.executable, "-c", "import damage"], capture_output=True, text=True, env=environment)
-    assert ran.stdout == "[0, 0] [0, 1] [0, 1] [0, 1]\n", ran.stderr
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as full:
+        full.setattr("numba.core.caching.IndexDataCacheFile._open_for_write", fail)
+        assert (hits(), hits()) == (0, 0)
+    assert (hits(), hits()) == (0, 1)
+    (file,) = tmp_path.rglob("*.nb*")
+    for damaged in (b"", file.read_bytes()[:-9]):
+        file.write_bytes(damaged)
+        assert (hits(), hits()) == (0, 1)
+    monkeypatch.setattr(memory, "FILES_MAX", 1)
+    file.rename(file.with_name("of_an_older_version.nbc"))
+    assert hits() == 0 and [*tmp_path.rglob("*.nb*")] == [file], "the newest files remain"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from diloco_jax.runtime.records.files import PROGRAMS
 from diloco_jax.settings import compiler
-from diloco_jax.settings.compiler import host_kind, keep_programs
+from diloco_jax.settings.compiler import host_kind, keep_programs, users_folder
 from tests.limits import HANGS_S
 from tests.runtime.helpers import environment, write_config
 
@@ -97,3 +97,19 @@ def test_hosts_of_another_kind_keep_their_own(tmp_path: Path, monkeypatch: pytes
     other.write_text("processor : 0\nflags : fpu sse2\n", encoding="utf-8")
     monkeypatch.setattr(compiler, "CPU_INFO", other)
     assert host_kind() != here and host_kind().startswith(os.uname().machine)
+
+
+def test_code_is_never_kept_where_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "group"))
+    before = os.umask(0o002)
+    try:
+        folder = users_folder()
+    finally:
+        os.umask(before)
+    assert folder is not None and folder.stat().st_mode & 0o777 == 0o700
+    for mode, kept in ((0o755, folder), (0o775, None), (0o757, None)):
+        folder.chmod(mode)
+        assert users_folder() == kept
+    folder.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert users_folder() is None
