@@ -36,7 +36,7 @@ def compiled(function: Any) -> Any:
     return loop
 
 
-class _MachineCode(FunctionCache):  # type: ignore[misc]
+class _MachineCode(FunctionCache):
     """The compiled code of one loop on disk, where each file has a digest of all that its code depends on as its name.
 
     Numba alone compares the stamp of the function's file, and finds the code by a number in an index. It misses a

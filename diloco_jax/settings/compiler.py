@@ -62,9 +62,12 @@ def keep_programs(folder: Path) -> None:
 
 
 def users_folder() -> Path | None:
-    """Return this user's folder for compiled programs, never a folder that others can write to; None without one."""
+    """Return this user's folder for compiled programs, never a folder that others can write to; None without one.
+
+    The folder above it also has prepared data, and its rights depend on the user's umask.
+    """
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco_jax"
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco_jax" / "code"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = folder.stat()
         # This process will execute what is in the folder.

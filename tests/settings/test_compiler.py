@@ -60,7 +60,9 @@ def test_the_second_process_compiles_nothing_and_damage_costs_only_time(tmp_path
     assert first == damaged == "41 0" and second.startswith("41 ") and int(second.split()[1]) >= 1
     assert "Error reading persistent compilation cache entry" in ran.stderr
     assert [path for path in (tmp_path / PROGRAMS / host_kind()).iterdir() if path.name.endswith("-cache")]
-    assert merges == str(tmp_path / "diloco_jax"), "the process that imports Numba later stores its programs there"
+    assert merges == str(tmp_path / "diloco_jax" / "code"), (
+        "the process that imports Numba later stores its programs there"
+    )
 
 
 def test_the_users_own_cache_has_precedence(tmp_path: Path) -> None:
@@ -84,8 +86,8 @@ def test_merges_are_kept_for_the_user_or_with_the_run(tmp_path: Path, monkeypatc
         keep_programs(run_dir / PROGRAMS)
         return Path(os.environ["NUMBA_CACHE_DIR"])
 
-    assert kept(HOME=home) == home / ".cache" / "diloco_jax"
-    assert kept(HOME=blocked, XDG_CACHE_HOME=caches) == caches / "diloco_jax"
+    assert kept(HOME=home) == home / ".cache" / "diloco_jax" / "code"
+    assert kept(HOME=blocked, XDG_CACHE_HOME=caches) == caches / "diloco_jax" / "code"
     assert kept(HOME=blocked) == run_dir / PROGRAMS / host_kind()
     assert kept(HOME=blocked, NUMBA_CACHE_DIR=tmp_path) == tmp_path
 

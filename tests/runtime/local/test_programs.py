@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Give the user an empty cache, and undo the change of JAX's settings."""
     before = jax.config.values["jax_compilation_cache_dir"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield tmp_path / "cache" / "diloco_jax" / PROGRAMS
+    yield tmp_path / "cache" / "diloco_jax" / "code" / PROGRAMS
     jax.config.update("jax_compilation_cache_dir", before)
 
 
