@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-from pathlib import Path
 from typing import Any, no_type_check
 
 import llvmlite
@@ -19,8 +18,6 @@ BLOCK = 256
 ROW = np.uint64(4 * BLOCK)
 # Elements that a vector operation works on at once, and the number of partial sums of a sum in a fixed order.
 LANES = 16
-# The newest files of compiled code that are kept: several versions of this package, for several processors.
-FILES_MAX = 512
 # The argument of `prefetch` for a cache line that will be read once, in the notation of LLVM.
 _READ, _DATA, _NEAR = 0, 1, 2
 
@@ -64,9 +61,6 @@ class _MachineCode(FunctionCache):
         with contextlib.suppress(OSError):
             self._impl.locator.ensure_cache_path()
             self._cache_file._save_data(self._file(signature, code.codegen), self._impl.reduce(code))
-            files = sorted(Path(self._cache_path).glob("*.nb*"), key=lambda path: path.stat().st_mtime)
-            for path in files[:-FILES_MAX]:
-                path.unlink(missing_ok=True)
 
     def _file(self, signature: Any, codegen: Any) -> str:
         about = repr((self._index_key(signature, codegen), self._versions))

@@ -4,6 +4,7 @@ The options are defaults of the island's TPU generation, changed by the config. 
 get them in an environment variable, which the compiler reads when JAX starts.
 """
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -18,6 +19,8 @@ from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 
 CPU_INFO = Path("/proc/cpuinfo")
+# Files of compiled merges in the user's cache: those of several versions of this package, for several processors.
+MERGES_MAX = 512
 
 # XLA rejects options of TPUs on other devices.
 TPU_VARIABLE, OTHER_VARIABLE = "LIBTPU_INIT_ARGS", "XLA_FLAGS"
@@ -48,7 +51,10 @@ def keep_programs(folder: Path) -> None:
     own = (folder / host_kind()).absolute()
     if not os.environ.get("NUMBA_CACHE_DIR"):
         # Processes that this one starts inherit the variable.
-        os.environ["NUMBA_CACHE_DIR"] = str(users_folder() or own)
+        cache = users_folder()
+        os.environ["NUMBA_CACHE_DIR"] = str(cache or own)
+        if cache is not None:
+            _remove_old(cache)
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     jax.config.update("jax_compilation_cache_dir", str(own))
@@ -59,6 +65,14 @@ def keep_programs(folder: Path) -> None:
     # Small programs are stored too, since an island compiles several before its first step.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _remove_old(cache: Path) -> None:
+    """Remove all but the newest files of compiled merges; each change of their source makes others."""
+    with contextlib.suppress(OSError):
+        files = sorted((path.stat().st_mtime, path) for path in cache.glob("*/*.nb*"))
+        for _, path in files[:-MERGES_MAX]:
+            path.unlink(missing_ok=True)
 
 
 def users_folder() -> Path | None:

@@ -529,9 +529,6 @@ def test_damaged_code_and_a_full_disk_cost_only_time(tmp_path: Path, monkeypatch
     for damaged in (b"", file.read_bytes()[:-9]):
         file.write_bytes(damaged)
         assert (hits(), hits()) == (0, 1)
-    monkeypatch.setattr(memory, "FILES_MAX", 1)
-    file.rename(file.with_name("of_an_older_version.nbc"))
-    assert hits() == 0 and [*tmp_path.rglob("*.nb*")] == [file], "the newest files remain"
 
 
 @pytest.fixture

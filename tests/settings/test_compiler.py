@@ -101,6 +101,19 @@ def test_hosts_of_another_kind_keep_their_own(tmp_path: Path, monkeypatch: pytes
     assert host_kind() != here and host_kind().startswith(os.uname().machine)
 
 
+def test_the_newest_merges_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setattr(compiler, "MERGES_MAX", 2)
+    folder = tmp_path / "diloco_jax" / "code" / "core_1"
+    folder.mkdir(parents=True, mode=0o700)
+    for age, name in enumerate(("new.nbc", "old.nbc.tmp.1", "older.nbi", "oldest.nbc")):
+        (folder / name).touch()
+        os.utime(folder / name, (10.0 - age, 10.0 - age))
+    keep_programs(tmp_path / "run")
+    assert sorted(path.name for path in folder.iterdir()) == ["new.nbc", "old.nbc.tmp.1"]
+
+
 def test_code_is_never_kept_where_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "group"))
     before = os.umask(0o002)
