@@ -23,7 +23,7 @@ from diloco_jax.runtime.local.machine import AT_INPUT, CONTROLLER
 from diloco_jax.runtime.records.files import PAGE_TOKEN, nothing_to_do
 from diloco_jax.runtime.records.liveness import loop_name, tell_phase
 from diloco_jax.runtime.records.log_lines import formatter
-from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, without_collections
+from diloco_jax.runtime.records.signals import FAILED, INTERRUPTED, ended_at_once, without_collections
 
 if TYPE_CHECKING:
     from diloco_jax.runtime.island.join import Hosts
@@ -416,6 +416,9 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
     if waits:
         from diloco_jax.runtime.local.loading import come_early, stand_by
 
+        # From here on, a signal ends a process that waits or loads.
+        if stop.is_set():
+            return INTERRUPTED
         loads = arguments.name != CHAOS_LEARNER
         if arguments.standby:
             went = stand_by(config, run_dir, arguments.island, loads=loads)
@@ -572,7 +575,7 @@ def compile_ahead(arguments: argparse.Namespace) -> int:
         from diloco_jax.runtime.local.loading import compiled_loop
         from diloco_jax.runtime.local.programs import keeping
 
-    with keeping(arguments.set, Path(arguments.run_dir)):
+    with ended_at_once(), keeping(arguments.set, Path(arguments.run_dir)):
         compiled_loop(config, arguments.island, report)
     report("")
     return 0

@@ -1,12 +1,16 @@
 """Memory by its address, for compiled loops: arrays, copies and hints to the processor; and how loops are compiled."""
 
+import contextlib
 import hashlib
 from typing import Any, no_type_check
 
+import llvmlite
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
 BLOCK = 256
@@ -20,19 +24,47 @@ _READ, _DATA, _NEAR = 0, 1, 2
 
 def compiled(function: Any) -> Any:
     """Compile a loop, and cache the compiled code if there is a folder for it."""
-    try:
-        loop = njit(cache=True, nogil=True, error_model="numpy")(function)
-    except RuntimeError:
-        # No folder for a cache can be written to, not even the user's.
-        return njit(nogil=True, error_model="numpy")(function)
-    if not hasattr(loop, "_cache"):
-        # NUMBA_DISABLE_JIT is set.
-        return loop
-    # Numba takes cached code if the file of the function is unchanged. Functions that are inlined into it may be in
-    # other files, and after a change of these alone the old code would run.
-    kept = loop._cache._cache_file
-    kept._source_stamp = (kept._source_stamp, _sources(function.__globals__))
+    loop = njit(nogil=True, error_model="numpy")(function)
+    # With NUMBA_DISABLE_JIT the loop is a function of Python.
+    if hasattr(loop, "_cache"):
+        # Without a folder that can be written to, not even the user's, nothing is cached.
+        with contextlib.suppress(RuntimeError):
+            loop._cache = _MachineCode(function)
     return loop
+
+
+class _MachineCode(FunctionCache):
+    """The compiled code of one loop on disk, where each file has a digest of all that its code depends on as its name.
+
+    Numba alone compares the stamp of the function's file, and finds the code by a number in an index. It misses a
+    change of functions that are inlined from other files. If a process is killed between its writes of the index and
+    of the code, the index names older code. Errors of the disk, and damaged files, cost only time here.
+    """
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self._versions = (_sources(function.__globals__), numba.__version__, llvmlite.__version__)
+
+    def load_overload(self, signature: Any, context: Any) -> Any:
+        context.refresh()
+        try:
+            stored = self._cache_file._load_data(self._file(signature, context.codegen()))
+            return self._impl.rebuild(context, stored)
+        except Exception:
+            # There is no file, or its content is damaged, which raises errors of many kinds.
+            return None
+
+    def save_overload(self, signature: Any, code: Any) -> None:
+        # Code with addresses of this process cannot be cached.
+        if not self._impl.check_cachable(code):
+            return
+        with contextlib.suppress(OSError):
+            self._impl.locator.ensure_cache_path()
+            self._cache_file._save_data(self._file(signature, code.codegen), self._impl.reduce(code))
+
+    def _file(self, signature: Any, codegen: Any) -> str:
+        about = repr((self._index_key(signature, codegen), self._versions))
+        return f"{self._impl.filename_base}.{_digest(about)}.nbc"
 
 
 def _sources(names: dict[str, Any]) -> str:
@@ -46,7 +78,11 @@ def _sources(names: dict[str, Any]) -> str:
         # Numba's name for the Python function behind a compiled loop, and behind an intrinsic.
         inlined = [getattr(value, "py_func", None) or getattr(value, "_defn", None) for value in module.values()]
         left += [function.__globals__ for function in inlined if function is not None]
-    return hashlib.blake2b("".join(modules.values()).encode(), digest_size=16).hexdigest()
+    return _digest("".join(modules.values()))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _at(dtype: Any, size: int = BLOCK) -> Any:

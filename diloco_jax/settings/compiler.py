@@ -4,9 +4,11 @@ The options are defaults of the island's TPU generation, changed by the config. 
 get them in an environment variable, which the compiler reads when JAX starts.
 """
 
+import contextlib
 import hashlib
 import os
 import platform
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +19,8 @@ from diloco_jax.settings.islands import IslandConfig
 from diloco_jax.settings.run import RunConfig
 
 CPU_INFO = Path("/proc/cpuinfo")
+# Files of compiled merges in the user's cache: those of several versions of this package, for several processors.
+MERGES_MAX = 512
 
 # XLA rejects options of TPUs on other devices.
 TPU_VARIABLE, OTHER_VARIABLE = "LIBTPU_INIT_ARGS", "XLA_FLAGS"
@@ -47,7 +51,10 @@ def keep_programs(folder: Path) -> None:
     own = (folder / host_kind()).absolute()
     if not os.environ.get("NUMBA_CACHE_DIR"):
         # Processes that this one starts inherit the variable.
-        os.environ["NUMBA_CACHE_DIR"] = str(users_folder() or own)
+        cache = users_folder()
+        os.environ["NUMBA_CACHE_DIR"] = str(cache or own)
+        if cache is not None:
+            _remove_old(cache)
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     jax.config.update("jax_compilation_cache_dir", str(own))
@@ -60,11 +67,26 @@ def keep_programs(folder: Path) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def _remove_old(cache: Path) -> None:
+    """Remove all but the newest files of compiled merges; each change of their source makes others."""
+    with contextlib.suppress(OSError):
+        files = sorted((path.stat().st_mtime, path) for path in cache.glob("*/*.nb*"))
+        for _, path in files[:-MERGES_MAX]:
+            path.unlink(missing_ok=True)
+
+
 def users_folder() -> Path | None:
-    """Return this user's folder for compiled programs, never a folder that others can write to; None without one."""
+    """Return this user's folder for compiled programs, never a folder that others can write to; None without one.
+
+    The folder above it also has prepared data, and its rights depend on the user's umask.
+    """
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco_jax"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diloco_jax" / "code"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = folder.stat()
+        # This process will execute what is in the folder.
+        if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return None
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, RuntimeError):

@@ -17,9 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from numba import types
 
-from diloco_jax.core import codec
+from diloco_jax.core import codec, memory
 from diloco_jax.core.codec import Format, decode, encode, encoded_size
+from diloco_jax.core.memory import compiled
 from tests.core.merging import SHAPES, code_ties, level_ties
 from tests.drawn import examples
 
@@ -477,19 +479,56 @@ print(outer(), len(outer.stats.cache_hits))
 """
 
 
+IMPORT = "import loops.outer"
+# A process that is killed before it writes the code, after whatever it writes first.
+KILLED = f"""
+import os
+from numba.core.caching import IndexDataCacheFile
+IndexDataCacheFile._save_data = lambda *_: os._exit(9)
+{IMPORT}
+"""
+
+
 def test_cached_code_is_not_used_after_a_change_of_what_is_inlined_into_it(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     (tmp_path / "loops").mkdir()
     (tmp_path / "loops" / "outer.py").write_text(OUTER)
     found = []
     # Numbers of different width, because Python takes bytecode of a source with the same second and size.
-    for number in (1, 1, 22):
+    for number, program in ((1, IMPORT), (1, IMPORT), (22, KILLED), (22, IMPORT)):
         (tmp_path / "loops" / "inner.py").write_text(INNER.format(number=number))
-        ran = subprocess.run(
-            [sys.executable, "-c", "import loops.outer"], capture_output=True, text=True, env=environment, check=True
-        )
+        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        assert ran.returncode == 9 * (program == KILLED), ran.stderr
         found.append(ran.stdout.split())
-    assert found == [["1", "0"], ["1", "1"], ["22", "0"]]
+    assert found == [["1", "0"], ["1", "1"], [], ["22", "0"]]
+
+
+def one_more(x: int) -> int:
+    return x + 1
+
+
+def test_damaged_code_and_a_full_disk_cost_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    # pytest loads its modules in another way.
+    monkeypatch.setattr(memory, "_sources", lambda names: "")
+
+    def hits() -> int:
+        loop = compiled(one_more)
+        loop.compile((types.int64,))
+        assert loop(1) == 2
+        return sum(loop.stats.cache_hits.values())
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as full:
+        full.setattr("numba.core.caching.IndexDataCacheFile._open_for_write", fail)
+        assert (hits(), hits()) == (0, 0)
+    assert (hits(), hits()) == (0, 1)
+    (file,) = tmp_path.rglob("*.nb*")
+    for damaged in (b"", file.read_bytes()[:-9]):
+        file.write_bytes(damaged)
+        assert (hits(), hits()) == (0, 1)
 
 
 @pytest.fixture

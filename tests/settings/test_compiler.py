@@ -10,7 +10,7 @@ import pytest
 
 from diloco_jax.runtime.records.files import PROGRAMS
 from diloco_jax.settings import compiler
-from diloco_jax.settings.compiler import host_kind, keep_programs
+from diloco_jax.settings.compiler import host_kind, keep_programs, users_folder
 from tests.limits import HANGS_S
 from tests.runtime.helpers import environment, write_config
 
@@ -60,7 +60,9 @@ def test_the_second_process_compiles_nothing_and_damage_costs_only_time(tmp_path
     assert first == damaged == "41 0" and second.startswith("41 ") and int(second.split()[1]) >= 1
     assert "Error reading persistent compilation cache entry" in ran.stderr
     assert [path for path in (tmp_path / PROGRAMS / host_kind()).iterdir() if path.name.endswith("-cache")]
-    assert merges == str(tmp_path / "diloco_jax"), "the process that imports Numba later stores its programs there"
+    assert merges == str(tmp_path / "diloco_jax" / "code"), (
+        "the process that imports Numba later stores its programs there"
+    )
 
 
 def test_the_users_own_cache_has_precedence(tmp_path: Path) -> None:
@@ -84,8 +86,8 @@ def test_merges_are_kept_for_the_user_or_with_the_run(tmp_path: Path, monkeypatc
         keep_programs(run_dir / PROGRAMS)
         return Path(os.environ["NUMBA_CACHE_DIR"])
 
-    assert kept(HOME=home) == home / ".cache" / "diloco_jax"
-    assert kept(HOME=blocked, XDG_CACHE_HOME=caches) == caches / "diloco_jax"
+    assert kept(HOME=home) == home / ".cache" / "diloco_jax" / "code"
+    assert kept(HOME=blocked, XDG_CACHE_HOME=caches) == caches / "diloco_jax" / "code"
     assert kept(HOME=blocked) == run_dir / PROGRAMS / host_kind()
     assert kept(HOME=blocked, NUMBA_CACHE_DIR=tmp_path) == tmp_path
 
@@ -97,3 +99,32 @@ def test_hosts_of_another_kind_keep_their_own(tmp_path: Path, monkeypatch: pytes
     other.write_text("processor : 0\nflags : fpu sse2\n", encoding="utf-8")
     monkeypatch.setattr(compiler, "CPU_INFO", other)
     assert host_kind() != here and host_kind().startswith(os.uname().machine)
+
+
+def test_the_newest_merges_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setattr(compiler, "MERGES_MAX", 2)
+    folder = tmp_path / "diloco_jax" / "code" / "core_1"
+    folder.mkdir(parents=True, mode=0o700)
+    for age, name in enumerate(("new.nbc", "old.nbc.tmp.1", "older.nbi", "oldest.nbc")):
+        (folder / name).touch()
+        os.utime(folder / name, (10.0 - age, 10.0 - age))
+    keep_programs(tmp_path / "run")
+    assert sorted(path.name for path in folder.iterdir()) == ["new.nbc", "old.nbc.tmp.1"]
+
+
+def test_code_is_never_kept_where_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "group"))
+    before = os.umask(0o002)
+    try:
+        folder = users_folder()
+    finally:
+        os.umask(before)
+    assert folder is not None and folder.stat().st_mode & 0o777 == 0o700
+    for mode, kept in ((0o755, folder), (0o775, None), (0o757, None)):
+        folder.chmod(mode)
+        assert users_folder() == kept
+    folder.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert users_folder() is None

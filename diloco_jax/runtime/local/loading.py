@@ -14,10 +14,11 @@ from pathlib import Path
 
 from diloco_jax.runtime.island.built_in import LOADING, BuiltInLoop
 from diloco_jax.runtime.island.host import Host, Report
+from diloco_jax.runtime.local.programs import kept_if_complete
 from diloco_jax.runtime.local.standby import COMPILED, mark_of
 from diloco_jax.runtime.records.files import LOGS
 from diloco_jax.runtime.records.pulse import Pulse
-from diloco_jax.runtime.records.signals import without_collections
+from diloco_jax.runtime.records.signals import ended_at_once, without_collections
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
 
@@ -28,19 +29,27 @@ COMPILING = "waiting for its programs"
 AWAITING = "waiting for the syncer"
 
 
-def compiled_loop(config: RunConfig, island: str, report: Report = lambda words: None) -> BuiltInLoop:
-    """Return the loop of an island with all of its programs compiled, and stored in the folder of `keep_programs`."""
+def compiled_loop(
+    config: RunConfig, island: str, report: Report = lambda words: None, *, evaluates: bool = True
+) -> BuiltInLoop:
+    """Return the loop of an island with its programs compiled, and stored in the folder of `keep_programs`.
+
+    Args:
+        evaluates: also compile the evaluation, which an island that joins at once compiles beside its first steps.
+    """
     report(LOADING)
     loop = BuiltInLoop(config.of_island(island), island)
     host = Host(resolve(config, loop.island.shapes, loop.island.kinds), loop.island, loop.warm_up_steps, loop.evaluate)
     host.warm_up(report)
     # It loads the compiled pass over arriving values.
     host.global_values()
-    report("compiling the evaluation")
-    host.warm_up_evaluation()
+    if evaluates:
+        report("compiling the evaluation")
+        host.warm_up_evaluation()
     return loop
 
 
+@ended_at_once()
 def come_early(config: RunConfig, name: str, pulse: Pulse, *, loads: bool) -> tuple[str, BuiltInLoop | None] | None:
     """Load what an island needs while its syncer starts, and wait for the syncer's address.
 
@@ -55,10 +64,14 @@ def come_early(config: RunConfig, name: str, pulse: Pulse, *, loads: bool) -> tu
     # The supervisor ends processes that wait.
     pulse.phase(COMPILING)
     pulse.rest()
-    if sys.stdin.readline() != COMPILED:
+    words = sys.stdin.readline().split()
+    if words[:1] != [COMPILED]:
         return None
     pulse.patient()
-    loop = compiled_loop(config, name, pulse.phase) if loads else None
+    loop = None
+    if loads:
+        with kept_if_complete("".join(words[1:])):
+            loop = compiled_loop(config, name, pulse.phase, evaluates=False)
     pulse.phase(AWAITING)
     pulse.rest()
     address = sys.stdin.readline().strip()
@@ -73,6 +86,7 @@ def _import_rest() -> None:
             importlib.import_module(module)
 
 
+@ended_at_once()
 def stand_by(config: RunConfig, run_dir: Path, name: str, *, loads: bool) -> tuple[str, int, BuiltInLoop | None] | None:
     """Load what an island needs, and wait for the line that makes this process the island.
 

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from diloco_jax.runtime.local.ends import IslandEnd, rule_of
 from diloco_jax.runtime.local.machine import AT_INPUT, CONTROLLER, Machine, check, count_of, look, settings_of
 from diloco_jax.runtime.local.processes import GRACE_S, Child, Machines, Process, Silence, free_address
-from diloco_jax.runtime.local.programs import name_of_set, restore
+from diloco_jax.runtime.local.programs import mend, name_of_set, restore
 from diloco_jax.runtime.local.standby import EarlyIslands, Spares, shared_by_several
 from diloco_jax.runtime.own_loop.environment import ISLAND_ENV, SYNCER_ENV
 from diloco_jax.runtime.own_loop.surroundings import (
@@ -97,6 +97,7 @@ class LocalRun:
     def run(self) -> None:
         """Start all processes, and return when the syncer has written the summary; RunFailed if that cannot happen."""
         forget_phases(self._run_dir)
+        mend(self._run_dir)
         put_back = clear_for_start(self._run_dir, resume=self._resume)
         try:
             if self._config.algorithm == "data_parallel":
@@ -125,18 +126,21 @@ class LocalRun:
         for name in (
             () if self._resume or self._machines is not None else shared_by_several(self._config, self._machine)
         ):
-            environment = child_environment(self._config, name, self._machine)
-            kept = name_of_set(self._config, name, environment)
+            kept = self._set_of(name)
             if restore(kept, self._run_dir):
                 continue
             words = ["compile", self._config_path, "--island", name, "--set", kept]
+            environment = child_environment(self._config, name, self._machine)
             self._compilers.append(Silence(self._start_process(f"compiler-{name}", words, environment)))
+
+    def _set_of(self, name: str) -> str:
+        return name_of_set(self._config, name, child_environment(self._config, name, self._machine))
 
     def _await_compilers(self) -> None:
         """Wait until the shared programs are compiled; islands compile missing programs themselves."""
         while not (self._stop.is_set() or self._compiled()):
             time.sleep(POLL_S)
-        self._early.load()
+        self._early.load(self._set_of)
 
     def _compiled(self) -> bool:
         """Tell whether every compiler has ended, or makes no progress."""
@@ -250,7 +254,7 @@ class LocalRun:
         silence = Silence(self._syncer.hosts[0])
         while not self._stop.is_set():
             if self._compiled():
-                self._early.load()
+                self._early.load(self._set_of)
             # The syncer may write its address and then fail, so its end is checked first.
             ended = self._syncer.poll() is not None
             if text := _read(path):

@@ -26,8 +26,9 @@ from diloco_jax.runtime.records.files import HEALTH, LOGS
 if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
 
-# The first line for an early island: its programs are compiled, or nobody compiles them for it.
-COMPILED = "compiled\n"
+# The first word for an early island: its programs are compiled, or nobody compiles them for it. The second word is the
+# name of their set, if they may have one.
+COMPILED = "compiled"
 
 
 class EarlyIslands:
@@ -41,13 +42,13 @@ class EarlyIslands:
     def begin(self, names: Iterable[str]) -> None:
         self._islands = {name: self._start(name) for name in names}
 
-    def load(self) -> None:
-        """Let the islands load their programs; calls after the first have no effect."""
+    def load(self, set_of: Callable[[str], str]) -> None:
+        """Let the islands load their programs, given the names of their sets; later calls have no effect."""
         if self._compiled:
             return
         self._compiled = True
-        for island in self._islands.values():
-            _send(island, COMPILED)
+        for name, island in self._islands.items():
+            _send(island, f"{COMPILED} {set_of(name)}\n")
 
     def take(self, name: str, address: str) -> Process | None:
         """Let an island join the run at this address; None if it was not started early.

@@ -1,6 +1,7 @@
 """An early island loads after one line of its supervisor, joins after another, and ends if its supervisor does."""
 
 import io
+import signal
 from typing import Any
 
 import pytest
@@ -30,9 +31,9 @@ class Recorder:
 @pytest.mark.parametrize(
     ("lines", "loads", "result"),
     [
-        (COMPILED + "127.0.0.1:5\n", True, ("127.0.0.1:5", "loop")),
-        (COMPILED + "127.0.0.1:5\n", False, ("127.0.0.1:5", None)),
-        (COMPILED, True, None),
+        (COMPILED + " set-1\n" + "127.0.0.1:5\n", True, ("127.0.0.1:5", "loop")),
+        (COMPILED + " set-1\n" + "127.0.0.1:5\n", False, ("127.0.0.1:5", None)),
+        (COMPILED + "\n", True, None),
         ("", True, None),
     ],
 )
@@ -41,7 +42,11 @@ def test_what_an_early_island_makes_of_its_lines(
 ) -> None:
     pulse: Any = Recorder()
 
-    def load(config: RunConfig, name: str, report: Any) -> str:
+    def load(config: RunConfig, name: str, report: Any, *, evaluates: bool) -> str:
+        ends_at_once = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(ends_at_once)
+        assert ends_at_once != -1, "a signal would have to wait for the compiler"
+        assert not evaluates, "the island compiles the evaluation beside its first steps"
         pulse.calls.append("loads")
         return "loop"
 

@@ -21,6 +21,8 @@ from diloco_jax.runtime.local.machine import AT_INPUT, Machine
 from diloco_jax.runtime.local.processes import BRIEF_S, STEADY_S, Child, Process, Silence
 from diloco_jax.runtime.local.run import LocalRun, RunFailed
 from diloco_jax.runtime.local.standby import shared_by_several
+from diloco_jax.runtime.records.files import PROGRAMS
+from diloco_jax.settings.compiler import host_kind
 from diloco_jax.settings.islands import IslandOverride
 from diloco_jax.settings.run import IslandsConfig, RunConfig, SyncerConfig, TrainConfig
 from tests.runtime.helpers import wait_for
@@ -146,10 +148,19 @@ def test_an_island_that_ends_before_the_syncer_listens_is_started_again_with_the
 def test_nothing_is_compiled_if_an_earlier_run_has_left_the_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "restore", lambda name, run_dir: True)
-    job = ScriptedRun(tmp_path, [until("[ -e loads ]")], [["read line; touch loads; " + FOREVER], [FOREVER]])
+    # There is no set for a user with a separate cache.
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    sets: list[str] = []
+    monkeypatch.setattr(run, "restore", lambda name, run_dir: not sets.append(name))  # type: ignore[func-returns-value]
+    damaged = tmp_path / PROGRAMS / host_kind() / "jit_step-cache"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"half")
+    told = 'read line; echo "$line" > draft; mv draft loads; '
+    job = ScriptedRun(tmp_path, [until("[ -e loads ]")], [[told + FOREVER], [FOREVER]])
     job.run.run()
-    assert job.run.started == ["syncer", "island-0", "island-1"]
+    assert job.run.started == ["syncer", "island-0", "island-1"] and not damaged.exists()
+    # An island that has to compile removes the set of its kind.
+    assert (tmp_path / "loads").read_text().split() == ["compiled", *sets] and all(sets)
 
 
 def test_islands_that_wait_end_with_a_syncer_that_never_listens(tmp_path: Path) -> None:
