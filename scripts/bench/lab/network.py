@@ -98,9 +98,11 @@ def _run(*words: object) -> str:
 
 
 def _counters(namespace: str, device: str) -> dict[str, int]:
-    """Read what the shaper of a device has let through and dropped."""
+    """Read what a device has sent, and what its present shaper has dropped."""
     (queue,) = json.loads(_run("tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", device))
-    return {"bytes": queue["bytes"], "drops": queue["drops"]}
+    # A shaper counts bytes, too, but only its own, and packets pass between a reading and its replacement.
+    (link,) = json.loads(_run("ip", "-n", namespace, "-s", "-j", "link", "show", "dev", device))
+    return {"bytes": link["stats64"]["tx"]["bytes"], "drops": queue["drops"]}
 
 
 def _start_ticks(pid: int) -> str:
@@ -155,7 +157,8 @@ class Lab:
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self._delays: list[subprocess.Popen[bytes]] = []
         # The traffic of each link before its newest change of rate.
-        self._before: dict[str, Traffic] = {}
+        # What earlier shapers of an island's link have dropped.
+        self._dropped: dict[str, int] = {}
         self._shapes = 0
 
     def __enter__(self) -> Lab:
@@ -248,7 +251,7 @@ class Lab:
         """Set the rate of all island links in bits per second, also while they are used; 0: unlimited.
 
         Packets in their queues are lost, because a packet larger than a new, smaller burst would block its queue
-        forever. Packets in the milliseconds of the change are not counted.
+        forever. Losses in the milliseconds of the change are not counted.
         """
         rate = rate_bit_s or 100e9
         burst = int(max(BURST_BYTES_MIN, 2 * self.wan.mtu, BURST_S * rate / 8))
@@ -256,7 +259,7 @@ class Lab:
         words = ("tbf", "rate", f"{int(rate)}bit", "burst", burst, "limit", min(limit, 1 << 30))
         self._shapes += 1
         for island in self.islands:
-            self._before[island] = self.traffic(island) if self._shapes > 1 else Traffic(0, 0, 0)
+            self._dropped[island] = self.traffic(island).drops if self._shapes > 1 else 0
             # A new handle makes a new queue at once.
             for namespace, device in self._ends(island):
                 place = ("dev", device, "root", "handle", f"{self._shapes}:")
@@ -265,8 +268,7 @@ class Lab:
     def traffic(self, island: str) -> Traffic:
         """Return the traffic of an island's link so far."""
         up, down = (_counters(namespace, device) for namespace, device in self._ends(island))
-        new = (up["bytes"], down["bytes"], up["drops"] + down["drops"])
-        return Traffic(*(old + count for old, count in zip(self._before[island], new, strict=True)))
+        return Traffic(up["bytes"], down["bytes"], self._dropped[island] + up["drops"] + down["drops"])
 
     def delay_cpu_s(self) -> float:
         """Return the processor time of the processes that delay packets."""
