@@ -78,8 +78,9 @@ class SliceLinks:
         session: Random number of this start of the slice.
 
     Raises:
-        ValueError: Number or addresses cannot be used, this machine cannot listen on its address, an address is not
-            loopback while plaintext was not allowed, or certificate, key or token cannot be used.
+        ValueError: Number or addresses cannot be used, an address is not loopback while plaintext was not allowed, or
+            certificate, key or token cannot be used.
+        ConnectionError: This machine cannot listen on its address now.
     """
 
     def __init__(

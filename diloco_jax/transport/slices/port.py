@@ -28,7 +28,9 @@ class SlicePort:
         serve: Takes a connection's socket, and a function to call once the caller is admitted; it closes the socket.
 
     Raises:
-        ValueError: This machine cannot listen on the address.
+        ValueError: This is not an address with a port.
+        ConnectionError: This machine cannot listen on the address now: another start may, once its name is known or an
+            earlier process has ended.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class SlicePort:
         try:
             self._listeners = bind_all(address)
         except OSError as error:
-            raise calls.cannot_listen(address, error, "the slice's address") from None
+            raise ConnectionError(str(calls.cannot_listen(address, error, "the slice's address"))) from None
         # A byte on this pair wakes the thread that accepts.
         self._wakes, self._wake = socket.socketpair()
         self._thread = threading.Thread(target=self._accept, name="diloco-slices-port", daemon=True)

@@ -299,10 +299,13 @@ def test_places_that_cannot_be(own: int, addresses: list[str], words: str) -> No
         SliceLinks(TransportConfig(), "run", "island-0", own, addresses, (Part,))
 
 
-def test_a_port_that_is_taken(island: Island) -> None:
-    island.open(0)
-    with pytest.raises(ValueError, match="cannot listen on the slice's address"):
-        island.open(0)
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1", "nobody.invalid"])
+def test_an_address_that_is_not_free_yet_is_worth_another_start(host: str) -> None:
+    """The earlier process may still have the port, and a new machine may not have its name yet."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address, config = f"{host}:{taken.getsockname()[1]}", TransportConfig(allow_plaintext=True)
+        with pytest.raises(ConnectionError, match="cannot listen on the slice's address"):
+            SliceLinks(config, "run", "island-0", 0, [address], (Part,))
 
 
 def test_certificates_protect_the_connections(island: Island, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
