@@ -262,7 +262,7 @@ class Obedience:
         if isinstance(message, Commit):
             return member.exchange is not None and not member.complete
         valued = isinstance(message, AdoptValue | Overwrite)
-        return valued and not member.hosts.have_value(member.standing.term, message.change)
+        return valued and not member.hosts.have_value(member.standing.term, message.change, message.fragment_id)
 
     def _tell_held(self) -> None:
         exchange = self._member.exchange

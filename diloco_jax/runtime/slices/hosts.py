@@ -41,8 +41,8 @@ class SliceHosts:
         """Return whether another host has not computed its part of a turn: no other slice is to blame for that."""
         return False
 
-    def have_value(self, term: int, change: int) -> bool:
-        """Return whether the other hosts hold the value of a change."""
+    def have_value(self, term: int, change: int, fragment_id: int) -> bool:
+        """Return whether the other hosts hold the value of a change; ValueError if one has another fragment's."""
         return True
 
     def have_copy(self) -> bool:
@@ -62,7 +62,8 @@ class LedHosts(SliceHosts):
         self._others = range(1, count)
         self._send = send
         self._progress: dict[int, TurnProgress] = {}
-        self._values: dict[int, set[tuple[int, int]]] = {host: set() for host in self._others}
+        # By host: the fragment of each value that it holds, by term and change.
+        self._values: dict[int, dict[tuple[int, int], int]] = {host: {} for host in self._others}
         # How often they were ordered to wait for a copy, and which of these copies each has.
         self._asked = 0
         self._copies: dict[int, int] = {}
@@ -78,9 +79,9 @@ class LedHosts(SliceHosts):
                 self._progress[host] = report
                 # Every change of an earlier term, or up to this turn, was made or never will be.
                 at = report.term, report.change
-                self._values[host] = {each for each in self._values[host] if each > at}
-            case HasValue(term, change):
-                self._values[host].add((term, change))
+                self._values[host] = {each: held for each, held in self._values[host].items() if each > at}
+            case HasValue(term, change, fragment_id):
+                self._values[host][term, change] = fragment_id
             case HasCopy(asked):
                 self._copies[host] = asked
 
@@ -98,8 +99,13 @@ class LedHosts(SliceHosts):
     def late(self, turn: Turn) -> bool:
         return len(self._of(turn)) < len(self._others)
 
-    def have_value(self, term: int, change: int) -> bool:
-        return all((term, change) in values for values in self._values.values())
+    def have_value(self, term: int, change: int, fragment_id: int) -> bool:
+        held = {values.get((term, change)) for values in self._values.values()}
+        if other := held - {fragment_id, None}:
+            raise ValueError(
+                f"change {change} is a value of fragment {fragment_id} here, of {min(other)} on another host"
+            )
+        return None not in held
 
     def have_copy(self) -> bool:
         return all(self._copies.get(host) == self._asked for host in self._others)

@@ -144,7 +144,7 @@ class ObeyingHost:
                     if len(self._values) >= BACKLOG_MAX:
                         raise ValueError(f"{BACKLOG_MAX} values wait here, and this slice cannot catch up")
                     self._values[term, change] = item.payload
-                    self._report(HasValue(term, change))
+                    self._report(HasValue(term, change, fragment_id))
                 case _:
                     raise ValueError(f"a {type(item.message).__name__} is for host 0 of a slice")
         except ValueError as error:

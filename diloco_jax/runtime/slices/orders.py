@@ -74,6 +74,8 @@ class HasValue(NamedTuple):
 
     term: int
     change: int
+    # The fragment whose value it is.
+    fragment_id: int
 
 
 class HasCopy(NamedTuple):

@@ -129,6 +129,19 @@ def test_a_value_is_adopted_when_every_host_has_its_part(hosts_net: HostsNet) ->
     assert net.both(1) == net.both(2) == net.both(0) and net.members[1].standing.change == 3
 
 
+def test_a_leader_whose_hosts_send_values_of_two_fragments_is_dropped(hosts_net: HostsNet) -> None:
+    """The other host would end its slice, because it cannot adopt what it holds."""
+    net = hosts_net
+    leadership = island_of(net)
+    make(leadership)
+    net.second.put(1, 0, Value(TERM, 2, 1), bytes(12))
+    net.others_work(0)
+    adopt(net, leadership, first=True, second=False)
+    net.others_work(0)
+    assert "fragment 0 here, of 1 on another host" in net.links[1].dropped[0]
+    assert net.both(1) == expected(1)
+
+
 def test_the_other_host_knows_who_gets_a_value_before_the_learner_adopts_one(hosts_net: HostsNet) -> None:
     net = hosts_net
     leadership = island_of(net)
