@@ -90,6 +90,8 @@ class FollowingSlice:
         while not self._stopped():
             self._pulse.beat()
             now_s, connected = time.monotonic(), links.connected
+            # A slice that was disconnected has forgotten this one's state, and may return as the same process.
+            told = {slice_: session for slice_, session in told.items() if connected.get(slice_) == session}
             for slice_, session in connected.items():
                 if told.get(slice_) != session:
                     told[slice_] = session

@@ -103,6 +103,14 @@ def test_nobody_leads_while_too_few_are_connected(net: Net) -> None:
     assert follower(net, least=3, stopped=Stop(500)).elect() is None
 
 
+def test_voters_whose_connection_was_lost_exchange_their_states_again(net: Net) -> None:
+    """Otherwise each forgets the other one's state, waits in vain, and leads by itself."""
+    events = iter([lambda: net.cut(0, 1), lambda: net.connect(0, 1)])
+    net.on_wait = lambda: next(events, lambda: None)()
+    assert follower(net, stopped=Stop(8)).elect() is None
+    assert [to for to, message in net.links[1].sent if isinstance(message, Stand)] == [0, 2, 0]
+
+
 def test_a_best_slice_that_does_not_lead_is_passed_over(net: Net) -> None:
     stands(net, 1, {0: (64, 9), 1: (64, 8), 2: (64, 7)})
     chosen = follower(net).elect()
