@@ -70,13 +70,13 @@ class PartSteps:
         check_no_other_state(island.blueprint)
         self._island = island
         self._blueprint = blueprint = island.blueprint
-        # The places of this process's shards. Slices with equal meshes have the same ones.
-        self._places: dict[str, list[Spans]] = {}
+        # The places of this process's shards, in their order in a flat gradient.
+        self.places: dict[str, list[Spans]] = {}
         for path, leaf in sorted(blueprint.tensors.items()):
             held = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-            self._places[path] = sorted({spans_of(index, leaf.shape) for index in held})
+            self.places[path] = sorted({spans_of(index, leaf.shape) for index in held})
         # The number of elements of a flat gradient.
-        self.size = sum(math.prod(lengths(spans)) for places in self._places.values() for spans in places)
+        self.size = sum(math.prod(lengths(spans)) for places in self.places.values() for spans in places)
         # Compiled gradients by the shapes of their parts, and the compiled update.
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
         self._update: jax.stages.Compiled | None = None
@@ -100,7 +100,7 @@ class PartSteps:
         draw = self._blueprint.put_draw(position)
         gradient, step = island.dispatch(program, island.state.params, batch, draw, island.base.values)
         shards = []
-        for path, places in self._places.items():
+        for path, places in self.places.items():
             value = gradient[path]
             here = {spans_of(shard.index, value.shape): shard.data for shard in value.addressable_shards}
             shards += [here[spans] for spans in places]
@@ -133,7 +133,7 @@ class PartSteps:
                 f"the mean gradient has shape {mean.shape}, expected ({self.size},); do all slices have the same model?"
             )
         gradient, start = {}, 0
-        for path, places in self._places.items():
+        for path, places in self.places.items():
             leaf = self._blueprint.tensors[path]
             value = PartialLeaf("float32", leaf.shape)
             for spans in places:
