@@ -100,12 +100,12 @@ class LedHosts(SliceHosts):
         return len(self._of(turn)) < len(self._others)
 
     def have_value(self, term: int, change: int, fragment_id: int) -> bool:
-        held = {values.get((term, change)) for values in self._values.values()}
-        if other := held - {fragment_id, None}:
+        held = [values[term, change] for values in self._values.values() if (term, change) in values]
+        if other := {*held} - {fragment_id}:
             raise ValueError(
                 f"change {change} is a value of fragment {fragment_id} here, of {min(other)} on another host"
             )
-        return None not in held
+        return len(held) == len(self._values)
 
     def have_copy(self) -> bool:
         return all(self._copies.get(host) == self._asked for host in self._others)
