@@ -70,13 +70,15 @@ class SlicePlace(NamedTuple):
 
 
 def settings_of(run: ResolvedRun, loop: BuiltInLoop) -> str:
-    """Return a digest of what must be equal on all slices of an island, so that they compute the same bits."""
+    """Return a digest of what must be equal on the hosts of one number, so that slices compute the same bits."""
     # An operator may raise the limits of a run, and start its slices again one after the other.
     agreed = [pair for pair in run.fingerprint(loop.corpus, loop.island.base.digest) if pair[0] != GLOBAL_STEPS]
     corpus = own_corpus(run.config, loop.corpus, 0, "").content
     mesh = loop.island.mesh
     devices = [*mesh.shape.items()], mesh.devices.flat[0].device_kind, jax.__version__
-    return blake2s(repr((agreed, corpus, loop.batch_size, devices)).encode(), digest_size=8).hexdigest()
+    # Messages have only sizes, so hosts of one number must hold the same shards.
+    shards = loop.parts.places, [(shard.name, shard.spans) for shard in loop.island.shards()]
+    return blake2s(repr((agreed, corpus, loop.batch_size, devices, shards)).encode(), digest_size=8).hexdigest()
 
 
 class SliceProcess:
