@@ -6,10 +6,11 @@ arrived here: connections, chunks of the mean gradient, values, and the copy of 
 
 import queue
 import threading
+import time
 from typing import Any
 
 from diloco_jax.runtime.island.threads import start_thread
-from diloco_jax.runtime.slices.following import BACKLOG_MAX
+from diloco_jax.runtime.slices.following import BACKLOG_MAX, POLL_S
 from diloco_jax.runtime.slices.forwarding import HostChanges
 from diloco_jax.runtime.slices.member import SliceMember
 from diloco_jax.runtime.slices.messages import (
@@ -44,6 +45,9 @@ from diloco_jax.runtime.slices.orders import (
 from diloco_jax.transport.commands import Command, HostEnd, HostOrder, HostReport
 from diloco_jax.transport.group.group import GroupMember
 from diloco_jax.transport.slices.links import Item, SliceJoined, SliceLinks
+
+# Host 0 sends the last message of a leader within this time, after its own hosts have left the learner.
+ENDED_S = 15.0
 
 
 class ObeyingHost:
@@ -95,6 +99,12 @@ class ObeyingHost:
             return item.message
         finally:
             self._tell()
+
+    def await_ended(self) -> None:
+        """Keep the connections until the other slices have ended theirs, for at most ENDED_S seconds."""
+        until_s = time.monotonic() + ENDED_S
+        while self._links.connected and time.monotonic() < until_s:
+            self._links.receive(POLL_S)
 
     def _obey(self, order: Any) -> None:
         member = self.member

@@ -221,7 +221,11 @@ class SliceProcess:
         follower = joining.follower(host, never, lambda ranges, ahead: None)
         while follower.next_step() is not None:
             pass
-        return follower.leave()
+        status = follower.leave()
+        if status in (0, WRONG_INPUT):
+            # Host 0 ends the other slices now, and they get its message while they are connected with all hosts.
+            obeying.await_ended()
+        return status
 
     def _lead(self, chosen: Chosen) -> int:
         """Be the island's learner with the other slices; return the exit status."""
@@ -251,7 +255,7 @@ class SliceProcess:
                     kept,
                 )
                 loop = SlicedLoop(leadership, shrinks=islands.slices_batch == "shrink")
-                run = LearnerRun(joining, hurry, make_loop=lambda *_: loop)  # type: ignore[arg-type]
+                run = LearnerRun(joining, hurry, make_loop=lambda *_: loop, explain=self._explain)  # type: ignore[arg-type]
                 loop.machine = run.joined.machine
                 reason = run.run()
         except SliceLost as error:
@@ -273,6 +277,10 @@ class SliceProcess:
             return INTERRUPTED
         leadership.end(0)
         return 0
+
+    def _explain(self, error: Exception) -> str:
+        """Return the reason of the learner's goodbye: with one, all hosts end as processes that were asked to end."""
+        return str(error) if isinstance(error, SliceLost) and self._stop.is_set() else ""
 
     def _served(self, incarnation: int) -> Hosts | None:
         """Let the other hosts of this slice become hosts of the learner; return all of them."""

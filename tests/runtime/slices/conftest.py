@@ -25,7 +25,7 @@ def hosts_net(monkeypatch: pytest.MonkeyPatch) -> HostsNet:
 
 
 def timeless(made: AnyNet, monkeypatch: pytest.MonkeyPatch) -> AnyNet:
-    for module in (following, leading):
+    for module in (following, leading, obeying):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now_s))
     for module in (following, leading, obeying):
         monkeypatch.setattr(module, "start_thread", lambda body, name, daemon: body() if name == "give" else None)

@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_jax.runtime.slices.following import BACKLOG_MAX
+from diloco_jax.runtime.slices.following import BACKLOG_MAX, POLL_S
 from diloco_jax.runtime.slices.forwarding import ForwardingIsland
 from diloco_jax.runtime.slices.leading import Leadership, SliceLost
 from diloco_jax.runtime.slices.messages import Chunk, Lead, Mean, Stand, StatePart, Value
+from diloco_jax.runtime.slices.obeying import ENDED_S
 from diloco_jax.transport.slices.links import SliceJoined
 from tests.runtime.slices.hosts import SECOND, HostsNet
 from tests.runtime.slices.island import PARTS, SIZE, SLICES, TERM, stepped
@@ -231,3 +232,34 @@ def test_a_signal_to_another_host_reaches_host_0(hosts_net: HostsNet) -> None:
     make(leadership, 2)
     net.others_work(0)
     assert net.asked == [1]
+
+
+def test_the_end_of_the_run_reaches_slices_whose_leader_has_several_hosts(hosts_net: HostsNet) -> None:
+    """Host 0 sends it after its own hosts have left the learner; a slice gets it while all hosts are connected."""
+    net = hosts_net
+    leadership = island_of(net)
+    make(leadership)
+    others = dict(net.following)
+
+    def end() -> None:
+        leadership.end(75)
+        net.others_work(0)
+        for number in others.keys() - net.following.keys():
+            net.kill(number)
+
+    net.second.on_wait = end
+    net.obeying[0].await_ended()
+    net.second.kill(0)
+    net.others_work(0)
+    assert not net.following and [each.status for each in others.values()] == [75, 75]
+
+
+def test_a_host_does_not_wait_long_for_slices_that_do_not_end(hosts_net: HostsNet) -> None:
+    net = hosts_net
+
+    def wait() -> None:
+        net.now_s += POLL_S
+
+    net.second.on_wait = wait
+    net.obeying[0].await_ended()
+    assert ENDED_S <= net.now_s < ENDED_S + 1 and net.second.links[0].connected
