@@ -18,8 +18,6 @@ from diloco_jax.runtime.slices.orders import (
 from diloco_jax.transport.commands import HostOrder
 from diloco_jax.transport.slices.links import Item, SliceJoined, SliceLinks
 
-# Messages of a slice that wait until all hosts of this slice are connected with it.
-HELD_MAX = 256
 POLL_S = 0.1
 
 
@@ -175,8 +173,9 @@ class JointLinks:
         elif not isinstance(item.message, SliceJoined):
             held = self._held.setdefault(item.slice, [])
             held.append(item)
-            if len(held) > HELD_MAX:
-                self.drop(item.slice, f"{HELD_MAX} messages wait for other hosts of slice {self._own} to be connected")
+            # As much may wait in a connection: a whole state in parts, which a donor sends as soon as it is connected.
+            if sum(each.num_bytes for each in held) > (limit := self._links.queue_bytes_max):
+                self.drop(item.slice, f"{limit} bytes wait for other hosts of slice {self._own} to be connected")
         self._announce()
 
     def _take(self, host: int, report: Any) -> None:

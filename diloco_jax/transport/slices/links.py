@@ -58,6 +58,11 @@ class Item(NamedTuple):
     # Why the connection ended.
     reason: str = ""
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that count for an item; the fields of a message are small beside its payload."""
+        return self.payload.nbytes + MESSAGE_BYTES
+
 
 class SliceLinks:
     """The connections of this slice.
@@ -76,6 +81,7 @@ class SliceLinks:
 
     Attributes:
         session: Random number of this start of the slice.
+        queue_bytes_max: The limit.
 
     Raises:
         ValueError: Number or addresses cannot be used, an address is not loopback while plaintext was not allowed, or
@@ -106,7 +112,7 @@ class SliceLinks:
         self._own = own
         self._addresses = tuple(addresses)
         self._vocabulary = Vocabulary((Goodbye, *messages))
-        self._queue_bytes_max = queue_bytes_max
+        self.queue_bytes_max = queue_bytes_max
         ours = SliceGreeting(
             run_id, learner_id, own, len(addresses), host, RELEASE_STAMP, settings, self.session, own, 0, encoded(token)
         )
@@ -165,7 +171,7 @@ class SliceLinks:
             return False
         if peer.put(head, view):
             return not peer.ends
-        self._end(peer, f"too slow: more than {self._queue_bytes_max} bytes wait for slice {to}")
+        self._end(peer, f"too slow: more than {self.queue_bytes_max} bytes wait for slice {to}")
         return False
 
     def waiting_bytes(self, to: int) -> int:
@@ -180,7 +186,7 @@ class SliceLinks:
             if not self._changed.wait_for(lambda: self._items, timeout_s):
                 return None
             item = self._items.popleft()
-            self._item_bytes[item.slice] -= _size(item)
+            self._item_bytes[item.slice] -= item.num_bytes
             self._changed.notify_all()
             return item
 
@@ -221,7 +227,7 @@ class SliceLinks:
 
     def _put(self, item: Item) -> None:
         self._items.append(item)
-        self._item_bytes[item.slice] += _size(item)
+        self._item_bytes[item.slice] += item.num_bytes
         self._changed.notify_all()
 
     def _join(self, peer: SlicePeer) -> None:
@@ -229,7 +235,7 @@ class SliceLinks:
         with self._changed:
             if self._closing.is_set():
                 raise Refused("this slice closes")
-            if self._item_bytes[peer.slice] > self._queue_bytes_max:
+            if self._item_bytes[peer.slice] > self.queue_bytes_max:
                 raise Refused("this slice has not taken the messages of earlier connections")
             before = self._open.get(peer.slice)
             if before is not None and before.session == peer.session and before.attempt > peer.attempt:
@@ -248,7 +254,7 @@ class SliceLinks:
                 peer.paused = True
                 self._changed.wait_for(
                     lambda: (
-                        self._open.get(peer.slice) is not peer or self._item_bytes[peer.slice] <= self._queue_bytes_max
+                        self._open.get(peer.slice) is not peer or self._item_bytes[peer.slice] <= self.queue_bytes_max
                     )
                 )
                 peer.paused = False
@@ -258,7 +264,7 @@ class SliceLinks:
         peer.run(on_message, lambda reason: self._note_end(peer, reason))
 
     def _peer(self, connection: Connection, greeting: SliceGreeting, attempt: int) -> SlicePeer:
-        return SlicePeer(connection, greeting.slice, greeting.session, attempt, self._vocabulary, self._queue_bytes_max)
+        return SlicePeer(connection, greeting.slice, greeting.session, attempt, self._vocabulary, self.queue_bytes_max)
 
     def _serve(self, stream: socket.socket, admitted: Callable[[], None]) -> None:
         """Serve one caller; this thread becomes the reader of its connection."""
@@ -299,11 +305,6 @@ class SliceLinks:
                 self._run(peer)
             held = time.monotonic() >= began_s + AGAIN_MAX_S and not told
             pause_s = AGAIN_S if held else min(max(AGAIN_S, 2 * pause_s), AGAIN_MAX_S)
-
-
-def _size(item: Item) -> int:
-    """Return the bytes that count for an item; the fields of a message are small beside its payload."""
-    return item.payload.nbytes + MESSAGE_BYTES
 
 
 def _check_places(own: int, addresses: Sequence[str]) -> None:

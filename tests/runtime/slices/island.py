@@ -108,6 +108,8 @@ class Loop:
 class Links:
     """The connections of one slice, as `SliceLinks` offers them."""
 
+    queue_bytes_max = 1 << 20
+
     def __init__(self, net: "Net", own: int) -> None:
         self._net, self._own = net, own
         self.session = net.session(own)

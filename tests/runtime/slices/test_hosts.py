@@ -11,6 +11,7 @@ from diloco_jax.runtime.slices.leading import Leadership, SliceLost
 from diloco_jax.runtime.slices.messages import Chunk, Lead, Mean, Stand, StatePart, Value
 from diloco_jax.runtime.slices.obeying import ENDED_S
 from diloco_jax.transport.slices.links import SliceJoined
+from diloco_jax.transport.slices.peer import MESSAGE_BYTES
 from tests.runtime.slices.hosts import SECOND, HostsNet
 from tests.runtime.slices.island import PARTS, SIZE, SLICES, TERM, stepped
 from tests.runtime.slices.test_leading import island_of, make
@@ -167,6 +168,22 @@ def test_a_slice_is_connected_when_all_of_its_hosts_are(hosts_net: HostsNet) -> 
     net.second.connect(0, 1)
     net.others_work(-1)
     assert taken(links, inner) == [(1, SliceJoined()), (1, Stand(TERM, 3))] and 1 in links.connected
+
+
+def test_a_state_may_arrive_before_all_hosts_are_connected(hosts_net: HostsNet) -> None:
+    """A donor sends its parts as soon as it is connected itself; more than a queue holds is never sent."""
+    net = hosts_net
+    links, inner = net.members[0].links, net.links[0]
+    net.second.cut(0, 1)
+    net.others_work(-1)
+    assert taken(links, inner) == [(1, None)]
+    most = inner.queue_bytes_max // MESSAGE_BYTES
+    for _ in range(most):
+        net.put(0, 1, Stand(TERM, 3))
+    assert most > 256 and taken(links, inner) == [] and not inner.dropped
+    net.put(0, 1, Stand(TERM, 3))
+    taken(links, inner)
+    assert f"{inner.queue_bytes_max} bytes wait for other hosts of slice 0" in inner.dropped[1]
 
 
 def taken(links: Any, inner: Any) -> list[tuple[int, Any]]:
