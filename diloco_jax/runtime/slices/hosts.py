@@ -1,5 +1,6 @@
 """The other hosts of a slice, as its host 0 sees them: it orders, they report, and a slice has what all hosts have."""
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -35,8 +36,11 @@ class SliceHosts:
         """Return the slices that the other hosts wait for in a turn."""
         return set()
 
-    def late(self, turn: Turn) -> bool:
-        """Return whether another host has not computed its part of a turn: no other slice is to blame for that."""
+    def late(self, turn: Turn, patience_s: float) -> bool:
+        """Return whether another host has not computed its part of a turn, or does not report what it waits for.
+
+        No other slice is to blame for that.
+        """
         return False
 
     def have_value(self, term: int, change: int, fragment_id: int) -> bool:
@@ -60,6 +64,8 @@ class LedHosts(SliceHosts):
         self._others = range(1, count)
         self._send = send
         self._progress: dict[int, TurnProgress] = {}
+        # When each of these reports came.
+        self._reported_s: dict[int, float] = {}
         # By host: the fragment of each value that it holds, by term and change.
         self._values: dict[int, dict[tuple[int, int], int]] = {host: {} for host in self._others}
         # How often they were ordered to wait for a copy, and which of these copies each has.
@@ -74,7 +80,7 @@ class LedHosts(SliceHosts):
         """Take a report."""
         match report:
             case TurnProgress():
-                self._progress[host] = report
+                self._progress[host], self._reported_s[host] = report, time.monotonic()
                 # Every change of an earlier term, or up to this turn, was made or never will be.
                 at = report.term, report.change
                 self._values[host] = {each: held for each, held in self._values[host].items() if each > at}
@@ -83,19 +89,20 @@ class LedHosts(SliceHosts):
             case HasCopy(asked):
                 self._copies[host] = asked
 
-    def _of(self, turn: Turn) -> list[TurnProgress]:
+    def _of(self, turn: Turn) -> dict[int, TurnProgress]:
         at = turn.term, turn.change, turn.attempt
-        told = [self._progress[host] for host in self._others if host in self._progress]
-        return [each for each in told if (each.term, each.change, each.attempt) == at]
+        return {host: each for host, each in self._progress.items() if (each.term, each.change, each.attempt) == at}
 
     def hold(self, turn: Turn) -> bool:
-        return sum(each.complete for each in self._of(turn)) == len(self._others)
+        return sum(each.complete for each in self._of(turn).values()) == len(self._others)
 
     def lack(self, turn: Turn) -> set[int]:
-        return {slice_ for each in self._of(turn) for slice_ in each.lacks}
+        return {slice_ for each in self._of(turn).values() for slice_ in each.lacks}
 
-    def late(self, turn: Turn) -> bool:
-        return len(self._of(turn)) < len(self._others)
+    def late(self, turn: Turn, patience_s: float) -> bool:
+        since_s, told = time.monotonic() - patience_s / 2, self._of(turn)
+        works = [host for host, each in told.items() if each.complete or self._reported_s[host] > since_s]
+        return len(works) < len(self._others)
 
     def have_value(self, term: int, change: int, fragment_id: int) -> bool:
         held = [values[term, change] for values in self._values.values() if (term, change) in values]

@@ -51,6 +51,7 @@ TURNS_KEPT, USUAL_TIMES = 32, 2.0
 FIRST_S = 60.0
 # A slice that leads no more sends its last messages within this time.
 RESIGN_S = 1.0
+OWN_SHARE_LATE = "its own share of a step is late (islands.straggler_s)"
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ class Leadership:
         self.has_unloaded = False
         self._committed = True
         self._took_s: list[float] = []
+        # The part that this slice computed at the last look, and since when.
+        self._computed: tuple[tuple[int, int, int] | None, float] = None, 0.0
         self._closed = threading.Event()
         member.begin_term(chosen.term)
         self._base = member.standing
@@ -107,7 +110,24 @@ class Leadership:
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
+            self._look_at_own_share()
             self._tell()
+
+    def _look_at_own_share(self) -> None:
+        """Disconnect the other slices if this one computes a part for too long, so that they find a new leader.
+
+        The thread that steps cannot: if a host of this slice stands still, the gradient of the others waits for it.
+        """
+        now_s, part = time.monotonic(), self.member.computing
+        if part is None or part != self._computed[0]:
+            self._computed = part, now_s
+        elif self.members and now_s - self._computed[1] > self._usual_s + self._straggler_s:
+            self._resign(OWN_SHARE_LATE)
+
+    @property
+    def _usual_s(self) -> float:
+        """Return the seconds that a turn may take before anyone is late."""
+        return USUAL_TIMES * median(self._took_s) if self._took_s else FIRST_S
 
     def _tell(self) -> None:
         for slice_ in self._links.connected:
@@ -210,15 +230,14 @@ class Leadership:
 
     def _gather(self, turn: Turn) -> set[int]:
         """Wait until every member holds the mean gradient; return the members that were lost instead."""
-        began_s = time.monotonic()
-        usual_s = USUAL_TIMES * median(self._took_s) if self._took_s else FIRST_S
+        began_s, usual_s = time.monotonic(), self._usual_s
         others = set(turn.members) - {self.member.own}
         while not self.member.complete or (others & self.members) - self._held:
             if lost := others - self.members:
                 return lost
             self._pump(POLL_S)
             late_s = time.monotonic() - began_s - usual_s
-            if late_s > self._straggler_s and self.members and self.member.hosts.late(turn):
+            if late_s > self._straggler_s and self.members and self.member.hosts.late(turn, self._straggler_s):
                 raise self._resign(f"a host of this slice is {late_s:.1f} s late (islands.straggler_s)")
             # One that lost a message between two others holds nothing, although nothing is missing here.
             late = self.member.lacks or others - self._held
@@ -251,6 +270,8 @@ class Leadership:
 
     def _pump(self, timeout_s: float) -> bool:
         """Take one message; return False if there was none."""
+        if self._closed.is_set():
+            raise SliceLost(OWN_SHARE_LATE)
         # Without another slice that could lead, the learner sends the syncer a goodbye.
         if self.members and self._leaving():
             raise self._resign("this slice was asked to end, and another one leads on")

@@ -104,6 +104,8 @@ class SliceMember:
         # The copy of another slice's state that this one waits for, and one that came before the request for it.
         self.receiving: ReceivedCopy | None = None
         self._unasked: ReceivedCopy | None = None
+        # The change, the attempt and the number of the part whose gradient is being computed. Another thread reads it.
+        self.computing: tuple[int, int, int] | None = None
         # Parts of the present turn that this slice has computed.
         self._parts: dict[int, Part] = {}
         # What came before its turn, by sender.
@@ -198,7 +200,9 @@ class SliceMember:
             ahead = [each for later in missing[number + 1 :] for each in turn.parts[later]]
             self.loop.put_batch(turn.parts[part], ahead)
             batch, position = self.loop.take_batch()
+            self.computing = turn.change, turn.attempt, part
             self._parts[part] = self.steps.take(self.steps.gradient(batch, position))
+            self.computing = None
             self._send(exchange.add(part, self._parts[part]))
         # After this slice's own parts, whose metrics are known to be right.
         early, self._early = self._early, {}

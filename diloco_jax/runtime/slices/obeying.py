@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from diloco_jax.runtime.island.threads import start_thread
-from diloco_jax.runtime.slices.following import BACKLOG_MAX, POLL_S
+from diloco_jax.runtime.slices.following import BACKLOG_MAX, BEAT_S, POLL_S
 from diloco_jax.runtime.slices.forwarding import HostChanges
 from diloco_jax.runtime.slices.member import SliceMember
 from diloco_jax.runtime.slices.messages import (
@@ -69,6 +69,7 @@ class ObeyingHost:
         self._asked = 0
         # The last reports of a turn and of a copy.
         self._told: TurnProgress | None = None
+        self._told_s = 0.0
         self._told_copy = 0
         self._told_stop = False
         self._report(HostReady())
@@ -166,8 +167,9 @@ class ObeyingHost:
         if exchange is not None:
             turn, lacks = exchange.turn, tuple(sorted(exchange.lacks))
             progress = TurnProgress(turn.term, turn.change, turn.attempt, exchange.complete, lacks)
-            if progress != self._told:
-                self._told = progress
+            again = not progress.complete and time.monotonic() - self._told_s > BEAT_S
+            if progress != self._told or again:
+                self._told, self._told_s = progress, time.monotonic()
                 self._report(progress)
         if copy is not None and copy.complete and self._told_copy != self._asked:
             self._told_copy = self._asked

@@ -60,7 +60,10 @@ class Reaches(NamedTuple):
 
 
 class TurnProgress(NamedTuple):
-    """Report of the slices that the sender waits for in an attempt of a turn, and whether it holds its whole mean."""
+    """Report of the slices that the sender waits for in an attempt of a turn, and whether it holds its whole mean.
+
+    It is repeated until the sender holds it, because a sender that stands still waits for nobody.
+    """
 
     term: int
     change: int

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import pytest
 
-from diloco_jax.runtime.slices import following, leading, obeying
+from diloco_jax.runtime.slices import following, hosts, leading, obeying
 from tests.runtime.slices.hosts import HostsNet
 from tests.runtime.slices.island import Net
 
@@ -25,7 +25,7 @@ def hosts_net(monkeypatch: pytest.MonkeyPatch) -> HostsNet:
 
 
 def timeless(made: AnyNet, monkeypatch: pytest.MonkeyPatch) -> AnyNet:
-    for module in (following, leading, obeying):
+    for module in (following, leading, obeying, hosts):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now_s))
     for module in (following, leading, obeying):
         monkeypatch.setattr(module, "start_thread", lambda body, name, daemon: body() if name == "give" else None)

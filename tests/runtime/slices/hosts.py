@@ -84,6 +84,9 @@ class HostsNet(Net):
         super().others_work(waiting)
         while any([self._obey(number) for number in range(SLICES) if number not in self.still]):
             super().others_work(waiting)
+        # A host that has nothing to do reports again what it waits for.
+        for number in {*range(SLICES)} - self.still:
+            self.obeying[number]._tell()
 
     def _obey(self, number: int) -> bool:
         """Let a host 1 do what has arrived for it; return whether it did anything."""

@@ -10,7 +10,7 @@ from diloco_jax.runtime.slices.forwarding import ForwardingIsland
 from diloco_jax.runtime.slices.leading import Leadership, SliceLost
 from diloco_jax.runtime.slices.messages import Chunk, Lead, Mean, Stand, StatePart, Value
 from diloco_jax.runtime.slices.obeying import ENDED_S
-from diloco_jax.transport.slices.links import SliceJoined
+from diloco_jax.transport.slices.links import Item, SliceJoined
 from diloco_jax.transport.slices.peer import MESSAGE_BYTES
 from tests.runtime.slices.hosts import SECOND, HostsNet
 from tests.runtime.slices.island import PARTS, SIZE, SLICES, TERM, stepped
@@ -83,6 +83,23 @@ def test_a_leader_with_a_late_host_lets_another_slice_lead(hosts_net: HostsNet) 
     with pytest.raises(SliceLost, match="a host of this slice is"):
         make(leadership)
     assert not net.links[0].dropped
+
+
+def test_a_leader_blames_no_other_slice_for_a_host_that_stopped_while_it_waited(hosts_net: HostsNet) -> None:
+    """Its last report names slices that have sent everything meanwhile."""
+    net = hosts_net
+    leadership = island_of(net)
+    make(leadership)
+
+    def stop(number: int, item: Item) -> bool:
+        if number == 0 and isinstance(item.message, Chunk):
+            net.still.add(0)
+        return number == 0
+
+    net.on_second = lambda number, item: stop(number, item) if item.slice != 0 else False
+    with pytest.raises(SliceLost, match="a host of this slice is"):
+        make(leadership)
+    assert net.members[0].lacks and not net.links[0].dropped
 
 
 def test_a_slice_that_returns_gets_the_shards_of_each_host(hosts_net: HostsNet) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_jax.runtime.slices.leading import ForwardingIsland, Leadership, SliceLost
+from diloco_jax.runtime.slices.leading import BEAT_S, ForwardingIsland, Leadership, SliceLost
 from diloco_jax.runtime.slices.messages import (
     BeginCopy,
     Caught,
@@ -86,6 +86,45 @@ def test_a_turn_is_committed_elsewhere_with_the_next_message(net: Net) -> None:
     assert [member.standing.change for member in net.members] == [1, 0, 0]
     make(leadership)
     assert [member.standing.change for member in net.members] == [2, 1, 1]
+
+
+def test_a_leader_that_computes_for_too_long_lets_another_slice_lead(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that steps waits for the devices, so the one that beats looks at the time."""
+    leadership = island_of(net)
+    make(leadership)
+    loop = net.members[0].loop
+    gradient = loop.parts.gradient
+
+    def slow(*batch: Any) -> Any:
+        for _ in range(7):
+            leadership._look_at_own_share()
+            assert net.links[0].connected
+            net.now_s += BEAT_S
+        leadership._look_at_own_share()
+        return gradient(*batch)
+
+    monkeypatch.setattr(loop.parts, "gradient", slow)
+    with pytest.raises(SliceLost, match="its own share of a step is late"):
+        make(leadership)
+    assert not net.links[0].connected and not net.links[0].dropped
+
+
+def test_a_leader_may_compute_several_parts_one_after_the_other(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    leadership = island_of(net)
+    make(leadership)
+    net.kill(2)
+    loop = net.members[0].loop
+    gradient = loop.parts.gradient
+
+    def slow(*batch: Any) -> Any:
+        for _ in range(4):
+            leadership._look_at_own_share()
+            net.now_s += BEAT_S
+        return gradient(*batch)
+
+    monkeypatch.setattr(loop.parts, "gradient", slow)
+    make(leadership)
+    assert leadership.members == {1} and net.now_s >= 2 * 4 * BEAT_S
 
 
 def test_a_member_that_is_lost_in_a_turn_costs_only_its_parts(net: Net) -> None:
