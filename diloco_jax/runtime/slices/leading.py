@@ -122,6 +122,7 @@ class Leadership:
         if part is None or part != self._computed[0]:
             self._computed = part, now_s
         elif self.members and now_s - self._computed[1] > self._usual_s + self._straggler_s:
+            log.warning(f"slice {self.member.own} leads no more: {OWN_SHARE_LATE}")
             self._resign(OWN_SHARE_LATE)
 
     @property

@@ -24,6 +24,12 @@ def hosts_net(monkeypatch: pytest.MonkeyPatch) -> HostsNet:
     return timeless(HostsNet(), monkeypatch)
 
 
+@pytest.fixture
+def three_hosts(monkeypatch: pytest.MonkeyPatch) -> HostsNet:
+    """Return the same with three hosts in each slice."""
+    return timeless(HostsNet(3), monkeypatch)
+
+
 def timeless(made: AnyNet, monkeypatch: pytest.MonkeyPatch) -> AnyNet:
     for module in (following, leading, obeying, hosts):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now_s))

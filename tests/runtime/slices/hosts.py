@@ -1,4 +1,4 @@
-"""Slices of two hosts in one thread: the slices of island.py, each with one more host, which obeys its host 0."""
+"""Slices of several hosts in one thread: the slices of island.py, each with more hosts, which obey its host 0."""
 
 import queue
 import threading
@@ -16,12 +16,12 @@ from diloco_jax.runtime.slices.orders import REPORTS
 from diloco_jax.transport.slices.links import Item, SliceJoined
 from tests.runtime.slices.island import SIZE, SLICES, Model, Net
 
-# The shards of hosts 1 begin with other numbers than those of hosts 0.
+# The shards of the other hosts begin with other numbers than those of hosts 0.
 SECOND = np.arange(SIZE, dtype=np.float32) + 100
 
 
 class SecondNet(Net):
-    """The hosts 1 of all slices, and their connections."""
+    """The hosts of one number above 0 of all slices, and their connections."""
 
     def _member(self, number: int) -> SliceMember:
         made = super()._member(number)
@@ -35,17 +35,19 @@ class SecondNet(Net):
 
 
 class HostsNet(Net):
-    """Slices of two hosts; what `Net` offers is of the hosts 0."""
+    """Slices of several hosts; what `Net` offers is of the hosts 0, and `second` and `obeying` of the hosts 1."""
 
-    def __init__(self) -> None:
-        self.second = SecondNet()
+    def __init__(self, hosts: int = 2) -> None:
+        self.nets = {host: SecondNet() for host in range(1, hosts)}
+        self.second = self.nets[1]
         self.stops = [threading.Event() for _ in range(SLICES)]
         # Slices that a host 1 told that its process was asked to end.
         self.asked: list[int] = []
-        # Slices whose host 1 stands still.
+        # Slices whose hosts above 0 stand still.
         self.still: set[int] = set()
-        self.obeying: dict[int, ObeyingHost] = {}
-        # Called before a host 1 takes a message; it may return True to lose the message.
+        self.obeying_of: dict[int, dict[int, ObeyingHost]] = {host: {} for host in self.nets}
+        self.obeying = self.obeying_of[1]
+        # Called before a host above 0 takes a message; it may return True to lose the message.
         self.on_second: Callable[[int, Item], bool] = lambda number, item: False
         super().__init__()
         self.others_work(-1)
@@ -56,17 +58,20 @@ class HostsNet(Net):
     def _member(self, number: int) -> SliceMember:
         made, links = super()._member(number), self.links[number]
 
-        def report(reply: Any) -> None:
-            links.put((1, REPORTS.unpack(reply.message.encode())))
+        def reports(host: int) -> Any:
+            return SimpleNamespace(send=lambda reply: links.put((host, REPORTS.unpack(reply.message.encode()))))
 
-        self.obeying[number] = obeying = ObeyingHost(
-            self.second.members[number],
-            cast(Any, self.second.links[number]),
-            cast(Any, SimpleNamespace(send=report)),
-            self.stops[number],
-        )
-        led = LedHosts(2, obeying.put)
-        joint = JointLinks(number, cast(Any, links), led, 2, lambda: self.asked.append(number))
+        for host, net in self.nets.items():
+            self.obeying_of[host][number] = ObeyingHost(
+                net.members[number], cast(Any, net.links[number]), reports(host), self.stops[number]
+            )
+
+        def order(command: Any) -> None:
+            for obeying in self.obeying_of.values():
+                obeying[number].put(command)
+
+        led = LedHosts(1 + len(self.nets), order)
+        joint = JointLinks(number, cast(Any, links), led, 1 + len(self.nets), lambda: self.asked.append(number))
         return SliceMember(number, made.run, made.loop, joint, led)
 
     def next_item(self, number: int) -> Item | None:
@@ -74,33 +79,38 @@ class HostsNet(Net):
 
     def kill(self, number: int) -> None:
         super().kill(number)
-        self.second.kill(number)
+        for net in self.nets.values():
+            net.kill(number)
 
     def start(self, number: int) -> None:
-        self.second.start(number)
+        for net in self.nets.values():
+            net.start(number)
         super().start(number)
 
     def others_work(self, waiting: int) -> None:
         super().others_work(waiting)
-        while any([self._obey(number) for number in range(SLICES) if number not in self.still]):
+        while any([self._obey(*each) for each in self._working()]):
             super().others_work(waiting)
         # A host that has nothing to do reports again what it waits for.
-        for number in {*range(SLICES)} - self.still:
-            self.obeying[number]._tell()
+        for host, number in self._working():
+            self.obeying_of[host][number]._tell()
 
-    def _obey(self, number: int) -> bool:
-        """Let a host 1 do what has arrived for it; return whether it did anything."""
-        links, busy = self.second.links[number], False
+    def _working(self) -> list[tuple[int, int]]:
+        return [(host, number) for host in self.nets for number in range(SLICES) if number not in self.still]
+
+    def _obey(self, host: int, number: int) -> bool:
+        """Let a host above 0 do what has arrived for it; return whether it did anything."""
+        links, busy = self.nets[host].links[number], False
         while links.inbox:
             busy = True
             if self.on_second(number, links.inbox[0]):
                 links.inbox.popleft()
                 continue
             try:
-                command = self.obeying[number].get(0.0)
+                command = self.obeying_of[host][number].get(0.0)
             except queue.Empty:
                 continue
-            raise AssertionError(f"host 1 of slice {number} got {command}")
+            raise AssertionError(f"host {host} of slice {number} got {command}")
         return busy
 
     def both(self, number: int) -> tuple[list[float], list[float]]:

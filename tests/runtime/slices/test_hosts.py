@@ -268,9 +268,9 @@ def test_a_signal_to_another_host_reaches_host_0(hosts_net: HostsNet) -> None:
     assert net.asked == [1]
 
 
-def test_the_end_of_the_run_reaches_slices_whose_leader_has_several_hosts(hosts_net: HostsNet) -> None:
+def test_the_end_of_the_run_reaches_slices_whose_leader_has_several_hosts(three_hosts: HostsNet) -> None:
     """Host 0 sends it after its own hosts have left the learner; a slice gets it while all hosts are connected."""
-    net = hosts_net
+    net = three_hosts
     leadership = island_of(net)
     make(leadership)
     others = dict(net.following)
@@ -282,9 +282,10 @@ def test_the_end_of_the_run_reaches_slices_whose_leader_has_several_hosts(hosts_
             net.kill(number)
 
     net.second.on_wait = end
-    net.obeying[0].await_ended()
-    net.second.kill(0)
-    net.others_work(0)
+    for host, own in net.nets.items():
+        net.obeying_of[host][0].await_ended()
+        own.kill(0)
+        net.others_work(0)
     assert not net.following and [each.status for each in others.values()] == [75, 75]
 
 
