@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from hashlib import blake2s
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 
@@ -255,7 +255,8 @@ class SliceProcess:
                     kept,
                 )
                 loop = SlicedLoop(leadership, shrinks=islands.slices_batch == "shrink")
-                run = LearnerRun(joining, hurry, make_loop=lambda *_: loop, explain=self._explain)  # type: ignore[arg-type]
+                make_loop = cast(Any, lambda *_: loop)
+                run = LearnerRun(joining, hurry, make_loop=make_loop, explain=self._explain)
                 loop.machine = run.joined.machine
                 reason = run.run()
         except SliceLost as error:
