@@ -1,5 +1,6 @@
 """Parts of a step: their mean is the step of the whole batch, with the same bits wherever a part was computed."""
 
+import math
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
-from diloco_jax.training.parts import Part, PartSteps, mean_chunk, mean_metrics
+from diloco_jax.training.parts import Flat, Part, PartSteps, mean_chunk, mean_metrics
 from diloco_jax.training.sharding import MeshConfig
+from diloco_jax.training.whole_state.staging import lengths
 from tests import natural_models
 from tests.training import test_own_batches
 from tests.training.islands import MakeIsland, assert_same, pointers, state_of
@@ -99,13 +101,30 @@ def test_parts_are_accumulated_inside_too(make_island: MakeIsland, batches: list
     assert accumulated.metrics == pytest.approx(whole.metrics, rel=1e-6)
 
 
+def tensors_of(steps: PartSteps, flat: Flat) -> dict[str, np.ndarray]:
+    """Put the shards of a flat gradient together."""
+    found, start = {}, 0
+    for path, places in steps.places.items():
+        shape = [max(spans[axis][1] for spans in places) for axis in range(len(places[0]))]
+        found[path] = np.full(shape, np.nan, np.float32)
+        for spans in places:
+            size = math.prod(lengths(spans))
+            found[path][tuple(slice(*span) for span in spans)] = flat[start : start + size].reshape(lengths(spans))
+            start += size
+    assert start == len(flat)
+    return found
+
+
 @pytest.mark.long
 def test_a_part_of_a_split_model_is_a_whole_gradient(make_island: MakeIsland, batches: list[Sample]) -> None:
-    one = compute(make_island(optimizer=OptimizerConfig(**SGD)), batches[0])
+    one = compute(whole := make_island(optimizer=OptimizerConfig(**SGD)), batches[0])
     split = make_island(optimizer=OptimizerConfig(**SGD), data=2, fsdp=2, tensor=2)
-    np.testing.assert_allclose(compute(split, batches[0]).flat, one.flat, atol=1e-6)
+    part = compute(split, batches[0])
+    expected = tensors_of(PartSteps(whole), one.flat)
+    for path, value in tensors_of(PartSteps(split), part.flat).items():
+        np.testing.assert_allclose(value, expected[path], atol=1e-6)
     assert PartSteps(split).size == one.flat.size == sum(value.size for value in split.parameters().values())
-    update(split, [one])
+    update(split, [part])
     assert split.state.params["blocks/0/up/kernel"].sharding == split.blueprint.tensors["blocks/0/up/kernel"].sharding
 
 
