@@ -18,7 +18,7 @@ BLOCK = 256
 ROW = np.uint64(4 * BLOCK)
 # Elements that a vector operation works on at once, and the number of partial sums of a sum in a fixed order.
 LANES = 16
-# The argument of `prefetch` for a cache line that will be read once, in the notation of LLVM.
+# How `prefetch` asks for a cache line, in LLVM's numbers: to read it, as data, and soon but once.
 _READ, _DATA, _NEAR = 0, 1, 2
 
 

@@ -3,9 +3,12 @@
     diloco chaos CONFIG ... --run-dir RUN
     python scripts/manual/demo.py RUN "diloco chaos CONFIG ..."
 
-The second argument is the command that made the run, without its folder; the page shows it to readers.
+The second argument is the command that made the run, without its folder; the page shows it to readers. Without any
+argument the page keeps its data, and the rest is written again: do this after a change of the page.
 """
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,19 +30,24 @@ def without_machine(run: dict[str, Any], command: str) -> dict[str, Any]:
     return {**run, "name": made["config"], "status": status, "made": made}
 
 
-def write_demo(folder: Path, command: str) -> int:
-    """Write the page of a run, and return its size in bytes.
+def shown_data() -> Any:
+    """Return the data of the page that is there."""
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', TARGET.read_text("utf-8"), re.S)
+    return json.loads(found)
+
+
+def write_demo(data: Any) -> int:
+    """Write the page of these data, and return its size in bytes.
 
     Raises:
         ValueError: the page would be larger than SIZE_MAX.
     """
-    text = compose_page({"runs": [without_machine(read_report(folder), command)]})[0]
+    text = compose_page(data)[0]
     if len(text.encode()) > SIZE_MAX:
-        raise ValueError(
-            f"the page of {folder} has {len(text.encode()):,} bytes, more than {SIZE_MAX:,}; make a shorter run"
-        )
+        raise ValueError(f"the page has {len(text.encode()):,} bytes, more than {SIZE_MAX:,}; make a shorter run")
     return TARGET.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    print(f"{TARGET.name}: {write_demo(Path(sys.argv[1]), sys.argv[2]) / 1e3:.0f} kB")
+    made = {"runs": [without_machine(read_report(Path(sys.argv[1])), sys.argv[2])]} if sys.argv[1:] else shown_data()
+    print(f"{TARGET.name}: {write_demo(made) / 1e3:.0f} kB")
