@@ -259,6 +259,7 @@ def _path(option: str, text: str | None) -> Path | None:
 def _plan_options(parser: Parser) -> None:
     parser.takes_json()
     parser.takes_config(nargs="?")
+    parser.add_argument("--why", action="store_true", help="print why settings stay as they are, too")
     _assumption_options(parser)
 
 
@@ -290,7 +291,7 @@ def plan(arguments: argparse.Namespace) -> int:
     config = load_config(arguments)
     case = case_of(config, Assumptions(**_given(arguments, fields(Assumptions))))
     result = forecast(case, advise(case))
-    show(arguments, finite(result), lambda _: describe(result))
+    show(arguments, finite(result), lambda _: describe(result, arguments.why))
     return 0
 
 

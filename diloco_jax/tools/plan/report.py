@@ -13,8 +13,13 @@ Row = Mapping[str, Any]
 _INDENT = " " * 14
 
 
-def describe(result: Row) -> str:
-    """Format the result of `forecast` as text, one paragraph per subject: the verdict first, costs last."""
+def describe(result: Row, why: bool = False) -> str:
+    """Format the result of `forecast` as text, one paragraph per subject: the verdict first, costs last.
+
+    Args:
+        result: what `forecast` returned.
+        why: also print why settings that plan has judged stay as they are.
+    """
     tau = result["run"]["overlap_steps"]
     paragraphs = [
         describe_verdict(result["verdict"]),
@@ -28,7 +33,7 @@ def describe(result: Row) -> str:
         _memory(result["memory"]),
         _recovery(result["recovery"]),
         _goodput(result["goodput"], result["run"]),
-        _advice(result["advice"]),
+        _advice(result["advice"], why),
         *([_bucket(result["bucket"])] if result["bucket"] else []),
         _cost(result["cost"]),
     ]
@@ -77,25 +82,28 @@ def _bytes(result: Row) -> list[str]:
 
 def _rates(result: Row) -> list[str]:
     rates = {(row["wire"], row["utilisation"]): row["gbit_per_s"] for row in result["rows"]}
-    lines = [f"{'Gbit/s of a site, each way, for':<32}" + "".join(f"{share:>9.0%}" for share in UTILISATIONS)]
+    share, waits = "of the time in steps", "with tau = 0 islands wait"
+    if result["run"]["overlap_steps"]:
+        share = "of the due rounds that are made"
+        waits = "steps wait a little" if result["link"]["wait"]["limit_s"] else "steps never wait, over any link"
+    lines = [
+        f"Gbit/s of a site, each way, for a share {share}, with one format both ways ({waits}),",
+        "and with data_parallel for a share of the time in steps; without headers, which add 4 to 9 %",
+        f"{'':<32}" + "".join(f"{share:>9.0%}" for share in UTILISATIONS),
+    ]
     for wire in dict.fromkeys(row["wire"] for row in result["rows"]):
         cells = (rates[wire, share] for share in UTILISATIONS)
         lines.append(f"  {wire:<30}" + "".join(f"{'never':>9}" if rate is None else f"{rate:>9.3g}" for rate in cells))
-    if result["run"]["overlap_steps"]:
-        waits = "steps wait a little" if result["link"]["wait"]["limit_s"] else "steps never wait, over any link"
-        lines.append(f"  formats, the same both ways: share of the due rounds that are made; {waits}")
-    else:
-        lines.append("  formats, the same both ways: share of the time in steps; with tau = 0 islands wait")
-    return [*lines, "  data_parallel: share of the time in steps. All rates are without headers, which add 4 to 9 %"]
+    return lines
 
 
 def _link(link: Row, tau: int) -> list[str]:
     made = "of the due rounds are made" if tau else "of the time in steps"
+    free, sent = link["payload_gbit_per_s_per_learner"], link["planned_gbit_per_s_per_learner"]
     adopted = [f"              islands adopt it in the gap after a step, {link['adopt_s']:.3g} s later on average"]
     return [
-        f"this link     {link['gbit_per_s']:.3g} Gbit/s per site: {link['payload_gbit_per_s_per_learner']:.3g} of "
-        f"payload for each of its {link['learners_per_site']} islands, which send "
-        f"{link['planned_gbit_per_s_per_learner']:.3g}",
+        f"this link     {link['gbit_per_s']:.3g} Gbit/s per site: {_of_site(link['learners_per_site'])} can send "
+        f"{free:.3g} Gbit/s of payload, and sends {sent:.3g} ({sent / free:.1%})",
         f"              a round takes {link['round_s']:.3g} s until islands have its version: "
         f"{link['reports_s']:.3g} s open, {link['up_s']:.2g} s up, {link['merge_s']:.2g} s to merge, "
         f"{link['down_s']:.2g} s down, {link['arrive_s']:.2g} s to read",
@@ -104,6 +112,10 @@ def _link(link: Row, tau: int) -> list[str]:
         *_wait(link["wait"]),
         *_data_parallel(link),
     ]
+
+
+def _of_site(islands: int) -> str:
+    return "its island" if islands == 1 else f"each of its {islands} islands"
 
 
 def _slices(rows: list[Row]) -> list[str]:
@@ -281,15 +293,20 @@ def _of_islands(rows: list[Row]) -> list[str]:
     return lines
 
 
-def _advice(advice: list[Row]) -> list[str]:
+def _advice(advice: list[Row], why: bool) -> list[str]:
+    kept = [each for each in advice if not each["change"]]
     lines: list[str] = []
-    for change, title in ((True, "change:"), (False, "keep:")):
-        found = [each for each in advice if each["change"] is change]
+    for title, found in (("change:", [each for each in advice if each["change"]]), ("keep:", kept if why else [])):
         lines += [title] if found else []
         for each in found:
-            now = f"   (now {each['now']})" if change else ""
-            why = fill(each["why"], 112, initial_indent=_INDENT, subsequent_indent=_INDENT)
-            lines += [f"  --{each['setting']} {each['value']}{now}", why]
+            now = f"   (now {each['now']})" if each["change"] else ""
+            reason = fill(each["why"], 112, initial_indent=_INDENT, subsequent_indent=_INDENT)
+            lines += [f"  --{each['setting']} {each['value']}{now}", reason]
+    if kept and not why:
+        names = ", ".join(each["setting"] for each in kept)
+        lines += fill(
+            f"keep          {names}: nothing to change (--why prints reasons)", 112, subsequent_indent=_INDENT
+        ).splitlines()
     return lines
 
 
