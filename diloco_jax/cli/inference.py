@@ -343,7 +343,7 @@ def watch_parameters(parameters: Iterable[Item], count: int) -> Iterator[Item]:
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("parameters", total=count)
         for item in parameters:
             yield item
