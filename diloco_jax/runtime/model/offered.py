@@ -91,14 +91,15 @@ def offered_model(config: RunConfig, run_dir: Path, stop: threading.Event) -> Of
         return OfferedModel(found)
     desk = ModelDesk(config.transport, describe_run(config, ""), lambda layout: _bytes_of(layout, config))
     pulse = Pulse(config.watchdog, "the wait for a model", (run_dir, "syncer"))
-    pulse.phase("waiting for the first island, which sends the model")
-    # Islands may take any time to start; probes see that this process waits.
-    pulse.rest()
     try:
         (run_dir / ADDRESS_FILE).write_text(desk.address, encoding="utf-8")
         log.info(f"waiting at {desk.address} for the first island, which sends the model")
-        # Islands import and compile for as long, so nobody waits for this later.
+        # Islands import and compile for as long, so nobody waits for this later. A model that has arrived does.
+        pulse.phase("compiling the merge while the first island sends the model")
         prepare(stop.is_set)
+        pulse.phase("waiting for the first island, which sends the model")
+        # Islands may take any time to start; probes see that this process waits.
+        pulse.rest()
         while (offer := desk.take(POLL_S)) is None:
             if stop.is_set():
                 desk.close()

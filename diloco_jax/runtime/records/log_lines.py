@@ -24,16 +24,17 @@ def formatter() -> logging.Formatter:
 
 
 def show_lines() -> None:
-    """Print this package's lines to stderr, unless the program has configured its own logging.
+    """Print this package's lines to stderr, or by the handlers of the root logger while it has some.
 
-    If the program configures the root logger later, that logger prints the lines instead.
+    Imports such as Orbax's give the root logger a handler and leave its level at WARNING, so the level of the package's
+    logger decides. A program that has set that level, or given that logger a handler, keeps what it chose.
     """
     ours, root = logging.getLogger(PACKAGE), logging.getLogger()
-    if ours.handlers or root.handlers:
+    if ours.handlers:
         return
+    if ours.level == logging.NOTSET:
+        ours.setLevel(min(logging.INFO, ours.getEffectiveLevel()))
     handler = logging.StreamHandler()
     handler.setFormatter(formatter())
     handler.addFilter(lambda _: not root.handlers)
     ours.addHandler(handler)
-    if ours.level == logging.NOTSET:
-        ours.setLevel(logging.INFO)

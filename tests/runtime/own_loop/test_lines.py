@@ -44,6 +44,12 @@ def test_the_logging_of_the_program_prints_instead(when: str) -> None:
     assert err == "" and out.startswith("root a line\n")
 
 
+def test_a_handler_of_the_root_logger_gets_the_lines_at_its_default_level() -> None:
+    # Orbax's import does this, so that its users would see no line below WARNING.
+    handler = "logging.getLogger().addHandler(logging.StreamHandler(sys.stdout))"
+    assert lines(before=handler) == ("a line\n", "")
+
+
 def test_a_quiet_program_stays_quiet() -> None:
     assert lines(before="logging.getLogger('diloco_jax').addHandler(logging.NullHandler())") == ("", "")
     assert lines(before="logging.getLogger().addHandler(logging.NullHandler())") == ("", "")
