@@ -74,6 +74,7 @@ pip_install() {
   fi
   "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --editable ".${extras:+[$extras]}" \
     ${pins[@]+"${pins[@]}"} >"$venv/.install.log" 2>&1 </dev/null || return 1
+  say "the packages are installed; compiling their modules, which takes a minute or less on an idle machine"
   "$venv/bin/python" -m compileall -q -j 0 -x 'site-packages/.*/tests?/' "$venv/lib" >>"$venv/.install.log" 2>&1 || true
 }
 

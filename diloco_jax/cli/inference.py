@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco_jax.cli.parser import Parser, command
-from diloco_jax.cli.shared import run_config, show
+from diloco_jax.cli.shared import run_config, show, watched
 from diloco_jax.protocol.releases import install_hint
 
 if TYPE_CHECKING:
@@ -338,15 +338,5 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def watch_parameters(parameters: Iterable[Item], count: int) -> Iterator[Item]:
-    """Yield the items of the parameters; on a terminal a bar shows the progress."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("parameters", total=count)
-        for item in parameters:
-            yield item
-            # The memory is free before the next item is read.
-            del item
-            bar.advance(task)
+    """Yield the items of the parameters, and show how many are done."""
+    return watched(parameters, count, "parameters")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.cli.parser import Parser, command
-from diloco_jax.cli.shared import run_config, show
+from diloco_jax.cli.shared import run_config, show, watched
 from diloco_jax.runtime.records.files import CONFIG_FILE
 from diloco_jax.runtime.records.signals import FAILED, without_collections
 
@@ -292,15 +292,16 @@ def replay(arguments: argparse.Namespace) -> int:
         return code
     from diloco_jax.tools.replay.replay import describe, replay_run, replay_synthetic
 
+    watch = partial(watched, what="events of the tape, repeated")
     if arguments.config:
         out = Path(arguments.out) if arguments.out else new_run_dir(Path(config.runs_dir), config.name)
         if has_begun(out):
             raise ValueError(f"--out {out} holds a run, whose config and snapshots would be lost; name a new folder")
         out.mkdir(parents=True, exist_ok=True)
         save(config, out / CONFIG_FILE)
-        result = {"run_dir": str(out), **replay_synthetic(config, Path(arguments.run), out, arguments.until)}
+        result = {"run_dir": str(out), **replay_synthetic(config, Path(arguments.run), out, arguments.until, watch)}
     else:
-        result = replay_run(config, Path(arguments.run), arguments.until, _paths_of(arguments.data))
+        result = replay_run(config, Path(arguments.run), arguments.until, _paths_of(arguments.data), watch)
     show(arguments, result, describe)
     return 0 if result.get("identical", True) else FAILED
 

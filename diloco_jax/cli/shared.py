@@ -5,21 +5,50 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco_jax.runtime.records.signals import without_collections
 
 if TYPE_CHECKING:
     from diloco_jax.settings.run import RunConfig
 
+Item = TypeVar("Item")
+
 WIDTH_MAX = 100
+# Where no terminal shows a bar, a line says how far a long command is.
+SAY_EVERY_S = 15.0
 
 
 def show(arguments: argparse.Namespace, result: Any, describe: Callable[[Any], object]) -> None:
     """Print a result: one JSON object with --json, else the text of `describe`."""
     print(json.dumps(result) if arguments.json else describe(result))
+
+
+def watched(items: Iterable[Item], count: int, what: str) -> Iterator[Item]:
+    """Yield the items, and show on stderr how many are done: a bar on a terminal, else a line now and then.
+
+    Args:
+        count: how many items there are.
+        what: what the items are, such as parameters.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console, said_s = Console(stderr=True), time.monotonic()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=count)
+        for done, item in enumerate(items, start=1):
+            yield item
+            # The memory is free before the next item is read.
+            del item
+            bar.advance(task)
+            if not console.is_terminal and time.monotonic() - said_s > SAY_EVERY_S:
+                print(f"{what}: {done} of {count}", file=sys.stderr, flush=True)
+                said_s = time.monotonic()
 
 
 def load_config(arguments: argparse.Namespace) -> RunConfig:

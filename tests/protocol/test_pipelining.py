@@ -71,7 +71,7 @@ def test_a_waiting_round_names_those_that_it_waits_for_and_those_that_it_exclude
     for _ in range(2):
         it.wait(1.5)
         it.step("a", "b", "c")
-    reason = "0 of 2 live learners reported a step, the quorum is 2, without c: an earlier round waits long for that"
+    reason = "0 of 2 live learners reported a step, the quorum is 2, without c, which an earlier round still waits for"
     assert it.syncer.waiting_for(it.now_s) == f"round 12: {reason}; not yet: a, b"
 
 

@@ -532,4 +532,4 @@ class RoundBook:
 
 def _without(late: set[str]) -> str:
     """Return the text about the live learners that a round excludes."""
-    return f", without {', '.join(sorted(late))}: an earlier round waits long for that" if late else ""
+    return f", without {', '.join(sorted(late))}, which an earlier round still waits for" if late else ""

@@ -13,7 +13,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +39,14 @@ from diloco_jax.tools.replay.learner_tapes import NeededIncarnations, TapedStep,
 from diloco_jax.tools.replay.replica import Replica, Trainer, Values, use
 from diloco_jax.training.whole_state.layout import StateArrays
 from diloco_jax.training.whole_state.moving import MovingLayout
+
+# Passes on the given number of events, and shows the progress.
+Watch = Callable[[Iterable[script.Event], int], Iterable[script.Event]]
+
+
+def unwatched(events: Iterable[script.Event], _: int) -> Iterable[script.Event]:
+    """Pass on the events, and show nothing."""
+    return events
 
 
 class Replay:
@@ -93,9 +101,9 @@ class Replay:
         for fragment_id, (theirs, digest) in enumerate(zip(self.script.digests, self.model.digests, strict=True)):
             self._made(script.Name(fragment_id, 0, theirs), digest, f"fragment {fragment_id} of the initial model")
 
-    def run(self) -> None:
+    def run(self, watch: Watch = unwatched) -> None:
         """Repeat all events of the run."""
-        for event in self.script.events:
+        for event in watch(self.script.events, len(self.script.events)):
             self.repeat(event)
 
     def repeat(self, event: script.Event) -> None:
@@ -188,12 +196,17 @@ def _on_tape(loss: float | None) -> np.float32 | None:
 
 
 def replay_run(
-    config: RunConfig, run_dir: Path, until: int | None = None, data: Mapping[str, str] = MappingProxyType({})
+    config: RunConfig,
+    run_dir: Path,
+    until: int | None = None,
+    data: Mapping[str, str] = MappingProxyType({}),
+    watch: Watch = unwatched,
 ) -> dict[str, Any]:
     """Replay a run, and compare its parameters with those of its newest checkpoint.
 
     Args:
       until, data: as for `Replay`.
+      watch: passes on the events of the run, and shows the progress.
 
     Returns:
       identical, sha256, expected_sha256 (None if there is no checkpoint of that moment), merged_rounds, inner_steps,
@@ -205,7 +218,7 @@ def replay_run(
     began_s = time.monotonic()
     _check_alike(config)
     this = Replay(config, run_dir, until=until, data=data)
-    this.run()
+    this.run(watch)
     capture, expected = _expected(this, run_dir)
     if expected is None and until is None:
         raise ValueError(
@@ -272,7 +285,9 @@ def _expected(this: Replay, run_dir: Path) -> tuple[Capture, Mapping[str, np.nda
     return moments[0], None
 
 
-def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | None = None) -> dict[str, Any]:
+def replay_synthetic(
+    config: RunConfig, folder: Path, out: Path, until: int | None = None, watch: Watch = unwatched
+) -> dict[str, Any]:
     """Train on real data along the tapes of a simulation; write summary.json to `out` and return its content.
 
     Args:
@@ -283,7 +298,7 @@ def replay_synthetic(config: RunConfig, folder: Path, out: Path, until: int | No
     """
     began_s = time.monotonic()
     this = Replay(config, folder, until=until, compare=False)
-    this.run()
+    this.run(watch)
     parameters = this.model.parameters()
     learners = _work(this, config.island("").batch_size * config.train.seq_len)
     tokens = sum(row["tokens"] for row in learners.values())
