@@ -280,7 +280,7 @@ ISLAND_FIGURES: tuple[Figure[IslandFacts], ...] = (
         PLAIN,
         lambda island: island.local_step,
         column="inner\nstep",
-        status=Words("step {}", 1),
+        status=Words("inner step {}", 1),
         page=1,
         series=Series("diloco_island_steps_total", "counter", "steps", "inner steps"),
     ),
