@@ -84,6 +84,6 @@ def _words(found: Mapping[str, Any]) -> str:
         case "own":
             return "own data without a saved state; nothing is known of its samples"
     return (
-        "no tape of it is here, so nothing shows whether it read what was leased to it, or other data; if you may see it, "
-        "copy RUN/tapes of its machine here"
+        "no tape of it is here, so nothing shows whether it read what was leased to it, or other data; if you may see "
+        "it, copy RUN/tapes of its machine here"
     )
