@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-RELEASE = "0.3.0"
+RELEASE = "0.4.0"
 # The protocol has the messages and their meaning, the settings that both sides must agree on with their defaults, and
 # what the machines decide from a tape and keep in a snapshot. PROTOCOL grows with a change that an older release would
 # misread. OLDEST grows when this release stops understanding the islands or files of a protocol.

@@ -36,12 +36,9 @@ WRITTEN_BY = "# diloco-jax"
 BEFORE: Mapping[str, Any] = {
     "merge.pairs_max": LEARNERS_MAX_LIMIT,
 }
-# Old names of settings, which this release still accepts.
-RENAMED: Mapping[str, str] = {"protocol.lease_s": "protocol.silence_s"}
 # Settings without an effect, which this release still accepts, and why they are gone.
 _CLOSING = "rounds wait up to a step for islands that keep pace, and protocol.grace_steps_max 0 ends all waits"
 REMOVED: Mapping[str, str] = {
-    "syncer.shards": "the syncer is one process, and merges to the same values",
     "protocol.grace_steps_min": _CLOSING,
     "protocol.grace_min_s": _CLOSING,
     "protocol.grace_safety": "gamma of Eq. 3 is 0.9",
@@ -92,26 +89,20 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_settings(path: Path, *, warn: bool = False) -> Mapping[str, Any]:
-    """Read the values of a config file with today's names, and with the values that a run of its release used.
+    """Read the values of a config file without settings that are gone, and with those that a run of its release used.
 
     Args:
-        warn: whether to log a warning for each old or removed name, once per file.
+        warn: whether to log a warning for each removed name, once per file.
 
     Raises:
-        ValueError: the file is missing or not a YAML mapping, or has both names of a setting.
+        ValueError: the file is missing or not a YAML mapping.
     """
-    values = with_new_names(_without_removed(read_values(path), str(path), warn=warn), str(path), warn=warn)
+    values = _without_removed(read_values(path), str(path), warn=warn)
     return _as_it_was(values) if _first_line(path).startswith(WRITTEN_BY) else values
 
 
 def _first_line(path: Path) -> str:
     return path.read_text(encoding="utf-8").partition("\n")[0]
-
-
-@functools.cache
-def _warn_of_old_name(source: str, old: str, new: str) -> None:
-    """Log that a setting has an old name, once for each source."""
-    log.warning(f"{source}: {old} is now {new}; the next release does not accept the old name")
 
 
 @functools.cache
@@ -130,38 +121,6 @@ def _without_removed(values: Mapping[str, Any], source: str, *, warn: bool = Fal
             if warn and here[key] not in USUAL:
                 _warn_of_removed(source, name)
             values = {**values, section: {each: value for each, value in here.items() if each != key}}
-    return values
-
-
-def with_new_names(values: Mapping[str, Any], source: str, *, warn: bool = False) -> Mapping[str, Any]:
-    """Replace the old names of settings in `RENAMED` by the new ones.
-
-    Args:
-        source: origin of the values, for messages.
-        warn: whether to log a warning for each old name.
-
-    Raises:
-        ValueError: a section has both names of a setting.
-    """
-    for old, new in RENAMED.items():
-        section, _, old_key = old.partition(".")
-        new_key, here = new.rpartition(".")[2], values.get(section)
-        if not isinstance(here, Mapping) or old_key not in here:
-            continue
-        if new_key in here:
-            raise ValueError(f"{source}: {old} is the old name of {new}, and both are set; write {new} alone")
-        if warn:
-            _warn_of_old_name(source, old, new)
-        values = {**values, section: {new_key if key == old_key else key: value for key, value in here.items()}}
-    return values
-
-
-def _with_old_names(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace new names of settings by the old ones in `RENAMED`, for readers of the release before."""
-    for old, new in RENAMED.items():
-        section, _, new_key = new.partition(".")
-        if new_key in (here := values.get(section, {})):
-            here[old.rpartition(".")[2]] = here.pop(new_key)
     return values
 
 
@@ -205,9 +164,7 @@ def _overridden(values: Mapping[str, Any], words: Sequence[str]) -> dict[str, An
         if dotted in REMOVED:
             _warn_of_removed("command line", dotted)
             continue
-        if dotted in RENAMED:
-            log.warning(f"--{dotted} is now --{RENAMED[dotted]}; the next release does not accept the old name")
-        *sections, name = RENAMED.get(dotted, word.removeprefix("--")).split(".")
+        *sections, name = word.removeprefix("--").split(".")
         here, hint = result, RunConfig
         for part in sections:
             part, hint = _step(hint, part)
@@ -272,7 +229,7 @@ def parse(values: Mapping[str, Any], source: str) -> RunConfig:
         ValueError: the message has all misspelt settings and values of a wrong type. A value that breaks a rule between
             settings is shown only if there are none, one for each section.
     """
-    values = with_new_names(_without_removed(values, source), source)
+    values = _without_removed(values, source)
     problems: list[str] = []
     known = _known_keys(RunConfig, values, "", problems)
     try:
@@ -337,10 +294,9 @@ def dump(config: RunConfig) -> str:
 def dump_chosen(config: RunConfig) -> str:
     """Return as YAML only the settings that differ from their defaults; `parse` turns them into an equal RunConfig.
 
-    A reader of another release then needs to know only the settings that were changed. Renamed settings have their old
-    names, so that an island of the release before can read the text.
+    A reader of another release then needs to know only the settings that were changed.
     """
-    chosen = _with_old_names(_differences(as_plain(config), as_plain(RunConfig())))
+    chosen = _differences(as_plain(config), as_plain(RunConfig()))
     return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
 
 

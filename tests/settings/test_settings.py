@@ -29,7 +29,6 @@ from diloco_jax.settings.text import (
     load,
     parse,
     parse_text,
-    read_settings,
     save,
 )
 from diloco_jax.training.sharding import MeshConfig
@@ -307,43 +306,17 @@ def test_a_config_for_another_release_has_only_what_was_chosen() -> None:
     assert dump_chosen(RunConfig()) == "{}\n" and parse_text("{}", "the syncer") == RunConfig()
 
 
-def test_the_old_name_of_a_setting_is_accepted_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "old.yaml"
-    path.write_text("protocol: {lease_s: 21.0}\n", encoding="utf-8")
-    assert load(path).protocol.silence_s == 21.0
-    assert "protocol.lease_s is now protocol.silence_s" in caplog.text
-    caplog.clear()
-    assert load(path, ["--protocol.lease_s", "22"]).protocol.silence_s == 22.0
-    assert "--protocol.lease_s is now --protocol.silence_s" in caplog.text
-    path.write_text("protocol: {lease_s: 21.0, silence_s: 22.0}\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"both are set; write protocol\.silence_s alone"):
-        load(path)
-
-
 def test_a_removed_setting_has_no_effect_and_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "sharded.yaml"
-    path.write_text("syncer: {shards: 11, merge_threads: 3}\n", encoding="utf-8")
-    assert load(path) == parse({"syncer": {"merge_threads": 3}}, "test")
-    assert f"{path}: syncer.shards has no effect" in caplog.text
+    path = tmp_path / "old.yaml"
+    path.write_text("protocol: {grace_safety: 0.5, quorum: 3}\n", encoding="utf-8")
+    assert load(path) == parse({"protocol": {"quorum": 3}}, "test")
+    assert f"{path}: protocol.grace_safety has no effect" in caplog.text
     caplog.clear()
-    assert load(path, ["--syncer.shards", "2", "--syncer.merge_threads", "4"]).syncer.merge_threads == 4
-    assert "command line: syncer.shards has no effect" in caplog.text
+    assert load(path, ["--protocol.grace-min-s", "2", "--protocol.quorum", "2"]).protocol.quorum == 2
+    assert "command line: protocol.grace_min_s has no effect" in caplog.text
     caplog.clear()
-    path.write_text("syncer: {shards: 0}\n", encoding="utf-8")
+    path.write_text("protocol: {grace_safety: 0.9}\n", encoding="utf-8")
     assert load(path) == RunConfig() and not caplog.text, "a folder of the release before lists all settings"
-
-
-def test_text_for_islands_of_the_release_before_has_old_names(caplog: pytest.LogCaptureFixture) -> None:
-    config = parse({"protocol": {"silence_s": 21.0}}, "test")
-    text = dump_chosen(config)
-    assert "lease_s: 21.0" in text and "silence_s" not in text
-    assert parse_text(text, "test") == config and not caplog.text
-
-
-def test_values_of_an_older_run_have_todays_names_and_the_values_that_the_run_used(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(f"{WRITTEN_BY} 0.2.0\nprotocol: {{lease_s: 15.0}}\n", encoding="utf-8")
-    assert read_settings(path)["protocol"] == {"silence_s": 15.0}
 
 
 @pytest.mark.parametrize("words", [["*.a", "*.b"], ["[*a, *b]"], ["['*.a', '*.b']"], ["[one]"]])
