@@ -19,6 +19,7 @@ Data = Literal["seed", "shard", "leased", "same"]
 DATA: tuple[Data, ...] = get_args(Data)
 # A seed of NumPy's and of grain's generators.
 SEED_MAX = 2**31 - 1
+OUTPUTS = "base_output_directory"
 # These modes of MaxText train in another way than an island does.
 REFUSED = {
     "enable_diloco": "the syncer merges islands already",
@@ -53,7 +54,7 @@ def read_arguments(words: Sequence[str], configs: Path) -> Arguments:
     """Read MaxText's arguments.
 
     Args:
-        words: A config file and `key=value` words; without a file, base.yml.
+        words: A config file and `key=value` words; without a file, base.yml. The folder of outputs becomes absolute.
         configs: MaxText's folder of configs. A file that does not exist, such as base.yml, is searched there.
 
     Raises:
@@ -69,6 +70,9 @@ def read_arguments(words: Sequence[str], configs: Path) -> Arguments:
     for key, reason in REFUSED.items():
         if values.get(key, "false").lower() == "true":
             raise ValueError(f"{key}=true does not work on an island: {reason}; leave it out")
+    # Orbax saves no checkpoint of MaxText below a relative path, and MaxText ends only at its second save.
+    if (outputs := values.get(OUTPUTS)) and "://" not in outputs:
+        values[OUTPUTS] = str(Path(outputs).absolute())
     return Arguments(_find_config(files[0] if files else "base.yml", configs), values)
 
 

@@ -35,6 +35,13 @@ def test_config_is_found_in_the_folder_of_maxtext(configs: Path) -> None:
     assert read_arguments(["base.yml", "a=b=c"], configs).as_words() == [str(configs / "base.yml"), "a=b=c"]
 
 
+def test_the_folder_of_outputs_is_absolute(configs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(configs)
+    for given, expected in (("out", str(configs / "out")), ("/a/b", "/a/b"), ("gs://b/out", "gs://b/out"), ("", "")):
+        values = read_arguments([f"base_output_directory={given}"], configs).values
+        assert values == {"base_output_directory": expected}
+
+
 def test_the_config_of_the_user_goes_before(configs: Path, tmp_path: Path) -> None:
     own = tmp_path / "own" / "base.yml"
     own.parent.mkdir()
