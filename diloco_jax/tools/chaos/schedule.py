@@ -44,9 +44,6 @@ SLICE_KINDS = (
     # The slice gets SIGSTOP, and SIGCONT later.
     "stop-slice",
 )
-# A learner inflicts these on itself, by an order that an island of several slices does not take; kill-donor counts on
-# the death of a whole island.
-OF_ONE_PROCESS = ("nan", "bad-loss", "wrong-clock", "slow", "kill-donor")
 # No recovery is needed from these faults, but alarms must report them. They are used only with --kinds.
 SIGNS = (
     # An island is stopped for most of the time.
@@ -136,11 +133,11 @@ def possible_kinds(address: str, given: Sequence[str] = (), slices: int = 1) -> 
                 "which no relay can stand before; choose kills and pauses, such as kill,stop,kill-syncer,stop-syncer"
             )
         kinds = [kind for kind in kinds if kind not in LINK_KINDS]
-    unfit = SLICE_KINDS if slices == 1 else OF_ONE_PROCESS
+    unfit = SLICE_KINDS if slices == 1 else ()
     if wrong := [kind for kind in given if kind in unfit]:
-        what = "one slice" if slices == 1 else f"{slices} slices"
         raise ValueError(
-            f"--kinds has {', '.join(wrong)}, and islands of {what} (islands.slices) do not have that; leave it out"
+            f"--kinds has {', '.join(wrong)}, and an island has one slice (islands.slices); leave it out, or raise "
+            "islands.slices"
         )
     return given or [kind for kind in kinds if kind not in unfit]
 
