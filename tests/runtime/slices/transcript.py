@@ -1,7 +1,7 @@
 """Golden transcripts of the slices of one island: commands in, everything that they sent each other out.
 
-The form is that of tests/protocol/transcript.py. Lines `0 -> 1: ...` are messages, in the order in which they were
-sent. Indented lines are what slices log.
+The form is that of tests/protocol/transcript.py. Lines `0 -> 1: ...` are messages in the order of their sending.
+Indented lines are what slices log.
 
 Commands (numbers are those of slices):
 
