@@ -524,7 +524,7 @@ def chaos(arguments: argparse.Namespace) -> int:
         faults=arguments.faults,
         steps=config.planned_steps,
         silence_s=config.protocol.silence_s,
-        kinds=possible_kinds(config.transport.address, given, config.islands.slices),
+        kinds=possible_kinds(config.transport.address, given, config.islands.slices, config.islands.count),
     )
     if arguments.dry_run:
         show(arguments, {"schedule": [str(fault) for fault in schedule]}, lambda result: "\n".join(result["schedule"]))

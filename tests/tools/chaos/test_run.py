@@ -196,6 +196,7 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], reason: str) -> None
 def test_islands_of_several_slices_have_more_kinds_of_faults() -> None:
     assert {*possible_kinds("127.0.0.1:0", slices=2)} == {*KINDS, *SLICE_KINDS}
     assert possible_kinds("127.0.0.1:0", ["nan", "slow"], 2) == ["nan", "slow"]
+    assert {*KINDS, *SLICE_KINDS} - {*possible_kinds("127.0.0.1:0", slices=2, islands=2)} == {"kill-donor"}
     with pytest.raises(ValueError, match=r"--kinds has kill-slice, and an island has one slice \(islands.slices\)"):
         possible_kinds("127.0.0.1:0", ["kill", "kill-slice"])
 
