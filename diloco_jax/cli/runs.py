@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from diloco_jax.runtime.model.offered import OfferedModel
     from diloco_jax.runtime.records.folder_lock import LearnerLock
     from diloco_jax.runtime.records.pulse import Pulse
+    from diloco_jax.runtime.slices.process import SlicePlace
     from diloco_jax.settings.run import RunConfig
 
 PAGE_END_S = 5.0
@@ -358,18 +359,14 @@ def _check_slice(arguments: argparse.Namespace, slices: int) -> None:
         )
 
 
-def _in_slices(
-    arguments: argparse.Namespace, config: RunConfig, run_dir: Path, address: str, stop: Event, hosts: Hosts | None
-) -> int:
-    """Run one slice of an island of several, or one host of it."""
-    from diloco_jax.runtime.local.run import next_incarnation
-    from diloco_jax.runtime.slices.process import SlicePlace, SliceProcess
+def _slice_place(arguments: argparse.Namespace, hosts: Hosts | None) -> SlicePlace:
+    """Return the place of this process in an island of several slices."""
+    from diloco_jax.runtime.slices.process import SlicePlace
     from diloco_jax.transport.link import listening_address
 
-    name, own, addresses = arguments.island, arguments.slice, arguments.slices.split(",")
+    own, addresses = arguments.slice, arguments.slices.split(",")
     addresses[own] = listening_address(addresses[own])
-    place = SlicePlace(own, tuple(addresses), hosts)
-    return SliceProcess(config, name, place, address, run_dir, lambda: next_incarnation(run_dir, name), stop).run()
+    return SlicePlace(own, tuple(addresses), hosts)
 
 
 def _with_own_data(config: RunConfig, island: str, path: str | None) -> RunConfig:
@@ -411,7 +408,7 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
         from diloco_jax.runtime.local.run import next_incarnation
         from diloco_jax.training.data.corpus import load_source
 
-    make: Callable[[Joining, Event], LearnerRun] = LearnerRun
+    make: Callable[..., LearnerRun] = LearnerRun
     pulse: Pulse | None = None
     if waits:
         from diloco_jax.runtime.local.loading import come_early, stand_by
@@ -436,7 +433,7 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
     if arguments.name == CHAOS_LEARNER:
         from diloco_jax.tools.chaos import learner as faulty
 
-        make = faulty.chaos_learner
+        make = faulty.chaos_learner(run_dir, arguments.island)
     incarnation = arguments.incarnation
     if incarnation is None:
         incarnation = next_incarnation(run_dir, arguments.island)
@@ -450,7 +447,10 @@ def _learn(arguments: argparse.Namespace, config: RunConfig, run_dir: Path, held
 
     hosts = join(config, arguments.island, incarnation, arguments.host, arguments.coordinator, corpus)
     if config.islands.slices > 1:
-        return _in_slices(arguments, config, run_dir, address, stop, hosts)
+        from diloco_jax.runtime.slices.process import SliceProcess
+
+        place, next_one = _slice_place(arguments, hosts), partial(next_incarnation, run_dir, arguments.island)
+        return SliceProcess(config, arguments.island, place, address, run_dir, next_one, stop, make).run()
     incarnation = incarnation if hosts is None else hosts.incarnation
     pulse = pulse or island_pulse(config, run_dir, arguments.island, 0 if hosts is None else hosts.host)
     joining = Joining(config, arguments.island, incarnation, address, run_dir, pulse, hosts)
@@ -524,7 +524,7 @@ def chaos(arguments: argparse.Namespace) -> int:
         faults=arguments.faults,
         steps=config.planned_steps,
         silence_s=config.protocol.silence_s,
-        kinds=possible_kinds(config.transport.address, given, config.islands.slices),
+        kinds=possible_kinds(config.transport.address, given, config.islands.slices, config.islands.count),
     )
     if arguments.dry_run:
         show(arguments, {"schedule": [str(fault) for fault in schedule]}, lambda result: "\n".join(result["schedule"]))

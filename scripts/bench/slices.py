@@ -1,10 +1,13 @@
-"""Measure the slowdown of an island's steps if its devices are cut into slices.
+"""Measure the slowdown of an island's steps if its devices are cut into slices, or its pauses if it loses hosts.
 
 Whole jobs alternate: one island of slices, and one island of a single process with all devices of these slices, on the
 same samples. `value` is the median over pairs of the ratio of the median times between two step reports. `cpu_value` is
 the ratio of the processor time per step of all processes of the island, which other load changes less. On one machine
 the slices exchange gradients over loopback, and their exchange takes processor time from the steps of the others; so
 `mb_per_step` says what crosses the network of a real island.
+
+With --lose, two islands of two slices lose one process after the other instead; see _slices_lost.py. `value` is the
+longest pause over its bar, two steps and 5 s.
 """
 
 import argparse
@@ -53,8 +56,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2, help="layers of the decoder")
     parser.add_argument("--steps", type=int, default=120, help="steps of a job; the first 20 are not measured")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of jobs")
+    parser.add_argument(
+        "--lose", nargs="+", choices=("kill", "stop"), help="measure pauses after these signals instead"
+    )
+    parser.add_argument("--hosts", nargs="+", type=int, default=[1, 2], help="hosts of a slice, for --lose")
+    parser.add_argument("--step-s", type=float, default=0.3, help="least seconds of a step, for --lose")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
+    if arguments.lose:
+        show_losses(arguments)
+        return
     result = measure(arguments)
     if arguments.json:
         sys.stdout.write(json.dumps(result) + "\n")
@@ -64,6 +75,27 @@ def main() -> None:
         "{runs} pairs); processor time of the island x {cpu_value:.3f} ({cpu_low:.3f} to {cpu_high:.3f}); "
         "{mb_per_step:.1f} MB per step and slice, each way\n".format(**result)
     )
+
+
+def show_losses(arguments: argparse.Namespace) -> None:
+    """Print the pause of each loss as soon as it is over."""
+    from _slices_lost import lose
+
+    losses = []
+    for loss in lose(arguments.hosts, arguments.lose, arguments.step_s):
+        losses.append(loss)
+        if not arguments.json:
+            words = (
+                "{hosts} hosts per slice, {signal} to {lost}: the island paused for {pause_s:.2f} s (bar {bar_s:.2f} "
+                "s), the other one for {other_s:.2f} s; before it {before_s:.2f} s at most, steps of {step_s:.2f} s\n"
+            )
+            sys.stdout.write(words.format(**loss))
+            sys.stdout.flush()
+    if arguments.json:
+        value = max(loss["pause_s"] / loss["bar_s"] for loss in losses)
+        sys.stdout.write(
+            json.dumps({"name": "slices lost", "unit": "pause / bar", "value": value, "losses": losses}) + "\n"
+        )
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
@@ -157,13 +189,14 @@ def watch(process: subprocess.Popen[bytes], run: Path) -> Iterator[Reading]:
         time.sleep(READ_EVERY_S)
 
 
-def reports(run: Path) -> list[float]:
-    """Return when the syncer received each step report, in seconds."""
+def reports(run: Path, island: str = "") -> list[float]:
+    """Return when the syncer received each step report, of all islands or of one, in seconds."""
     tape = run / "tape.jsonl"
     if not tape.exists():
         return []
     lines = tape.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)[1] for line in lines if line.startswith('["StepReport"') and line.endswith("]")]
+    found = [json.loads(line) for line in lines if line.startswith('["StepReport"') and line.endswith("]")]
+    return [each[1] for each in found if island in ("", each[2])]
 
 
 def island_cpu_s(supervisor: int) -> float:

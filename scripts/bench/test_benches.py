@@ -60,6 +60,7 @@ SMALLEST = [
     Bench(
         "slices", "--slices 2 --devices 1 --batch-size 4 --seq-len 16 --dim 32 --layers 1 --steps 60 --pairs 1 --json"
     ),
+    Bench("slices", "--lose kill --hosts 1 --step-s 0.2 --json"),
     Bench("tape", "--seconds 60 --json", results=13),
     Bench("transport", "--stripes 1 2 --payload-mb 1 --payloads 2 --runs 1 --json", results=2),
     Bench("cold", "--runs 1 --steps 24 --at 12 --json", (*SMALL_JOB, *TWO_ISLANDS)),

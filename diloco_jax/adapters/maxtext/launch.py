@@ -22,6 +22,7 @@ from diloco_jax.runtime.own_loop.enter import reach
 from diloco_jax.runtime.own_loop.surroundings import COORDINATOR_ENV, HOST_ENV, HOSTS_ENV
 from diloco_jax.settings.text import parse_text
 from diloco_jax.transport.endpoints.greeting import ask_description
+from diloco_jax.transport.link import listening_address
 
 
 def run(
@@ -94,5 +95,6 @@ def _meet_processes(hosts: int) -> None:
             f"{HOSTS_ENV} is {hosts}, so each process of this island needs {COORDINATOR_ENV} (host:port) and "
             f"{HOST_ENV} (its number from 0); they are {coordinator!r} and {host!r}"
         )
-    # By default the coordinator would listen on all interfaces.
-    jax.distributed.initialize(coordinator, hosts, int(host), coordinator_bind_address=coordinator)
+    # By default the coordinator would listen on all interfaces, even at an IP address.
+    listens = listening_address(coordinator)
+    jax.distributed.initialize(coordinator, hosts, int(host), coordinator_bind_address=listens)

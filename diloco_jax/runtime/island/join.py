@@ -27,7 +27,7 @@ from diloco_jax.transport.commands import Command, HostMeet, HostVerdict
 from diloco_jax.transport.endpoints.dialler import Dialler
 from diloco_jax.transport.group.direct import DirectLinks
 from diloco_jax.transport.group.group import LEADER, SILENCE_S, GroupItem, GroupLeader, GroupMember, group_config
-from diloco_jax.transport.link import check_free, split_address
+from diloco_jax.transport.link import check_free, listening_address, split_address
 
 # Timeout of the coordination service. The service aborts with a stack trace, so the island's own network must notice a
 # silent host first.
@@ -192,8 +192,8 @@ def _begin_jax(island: IslandConfig, host: int | None, coordinator: str) -> None
             initialization_timeout=2 * START_S,
             heartbeat_timeout_seconds=HEARTBEAT_S,
             shutdown_timeout_seconds=SHUTDOWN_S,
-            # By default it would listen on all interfaces.
-            coordinator_bind_address=coordinator or None,
+            # By default it would listen on all interfaces, even at an IP address.
+            coordinator_bind_address=listening_address(coordinator) if coordinator else None,
         )
     except RuntimeError as error:
         raise ConnectionError(f"the processes of {island.name} did not meet: {error}") from None
@@ -220,7 +220,7 @@ def _check_coordinator(address: str, *, listens: bool) -> None:
         raise ValueError(f"--coordinator is {address!r}: write HOST:PORT, the same on all hosts; host 0 listens there")
     if listens:
         try:
-            check_free(address)
+            check_free(listening_address(address))
         except OSError as error:
             raise ConnectionError(
                 f"host 0 cannot listen at --coordinator {address} ({error}): use an address of its machine, and a port "

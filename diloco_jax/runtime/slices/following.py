@@ -75,7 +75,9 @@ class FollowingSlice:
         self._slices, self._least, self._patience_s = slices, least, patience_s
         self._stopped = stopped
         self._pulse = pulse
-        self._first = True
+        # Whether slices that are not connected are probably on their way here: at the start of an island, and if the
+        # leader has dropped this slice, which trains on without it.
+        self._awaits_all = True
         # What the leader sent at its end.
         self.status = 0
 
@@ -84,7 +86,7 @@ class FollowingSlice:
         member, links, began_s = self._member, self._links, time.monotonic()
         states: dict[int, HeldState] = {}
         told: dict[int, int] = {}
-        awaited_s = began_s + (START_S if self._first else VOTE_S)
+        awaited_s = began_s + (START_S if self._awaits_all else VOTE_S)
         refused: set[int] = set()
         member.end_term()
         while not self._stopped():
@@ -97,15 +99,14 @@ class FollowingSlice:
                     told[slice_] = session
                     links.send(slice_, Stand(*member.standing))
             states = {slice_: state for slice_, state in states.items() if slice_ in connected}
-            # At the start of an island the others may still be on their way.
-            all_here = len(connected) + 1 == self._slices or not self._first
+            all_here = len(connected) + 1 == self._slices or not self._awaits_all
             all_told = states.keys() == connected.keys()
             if len(connected) + 1 >= self._least and ((all_here and all_told) or now_s > awaited_s):
                 candidates = {**states, member.own: member.standing}
                 best = max(candidates.keys() - refused, key=lambda each: (candidates[each], -each))
                 if best == member.own:
                     term = (max(state.term for state in candidates.values()) // TERMS + 1) * TERMS + member.own
-                    self._first = False
+                    self._awaits_all = False
                     return Chosen(member.own, term, member.standing)
                 if now_s > awaited_s + VOTE_S:
                     refused.add(best)
@@ -117,7 +118,7 @@ class FollowingSlice:
             if isinstance(item.message, Stand):
                 states[item.slice] = HeldState(*item.message)
             elif isinstance(item.message, Lead) and item.message.term >= member.standing.term:
-                self._first = False
+                self._awaits_all = False
                 return Chosen(item.slice, item.message.term, HeldState(*item.message[1:]))
         return None
 
@@ -137,6 +138,7 @@ class FollowingSlice:
             if item is not None:
                 if item.slice == leader and item.message is None:
                     log.warning(f"slice {leader}, which led, is lost: {item.reason}")
+                    self._awaits_all = item.was_dropped
                     return "lost"
                 if isinstance(item.message, Lead) and item.message.term > chosen.term:
                     log.info(f"slice {item.slice} leads in a newer term")
@@ -151,7 +153,9 @@ class FollowingSlice:
                 return outcome
             self._pulse.beat()
             self._pulse.ready(obedience.trains)
-            if (silent_s := time.monotonic() - links.heard_s(leader)) > self._patience_s:
+            # The end of a connection is among the items that wait here.
+            silent_s = time.monotonic() - links.heard_s(leader) if leader in links.connected else 0.0
+            if silent_s > self._patience_s:
                 log.warning(f"slice {leader}, which led, was silent for {silent_s:.1f} s (islands.straggler_s)")
                 links.drop(leader, f"it was silent for {silent_s:.1f} s")
                 return "lost"

@@ -150,16 +150,28 @@ class ObeyingHost:
                     member.route(item.slice, item.message, item.payload)
                 case StatePart():
                     member.take_state(item.message, item.payload)
-                case Value(term, change, fragment_id):
-                    member.value(fragment_id, item.payload)
-                    if len(self._values) >= BACKLOG_MAX:
-                        raise ValueError(f"{BACKLOG_MAX} values wait here, and this slice cannot catch up")
-                    self._values[term, change] = item.payload
-                    self._report(HasValue(term, change, fragment_id))
+                case Value():
+                    self._keep_value(item.message, item.payload)
                 case _:
                     raise ValueError(f"a {type(item.message).__name__} is for host 0 of a slice")
         except ValueError as error:
             self._links.drop(item.slice, str(error))
+
+    def _keep_value(self, message: Value, payload: Any) -> None:
+        """Keep a value until host 0 orders its change; drop one of an earlier change. ValueError if it cannot be one.
+
+        Host 0 orders the change for the fragment that this host has reported, so no other value may replace the first.
+        """
+        term, change, fragment_id = message
+        self.member.value(fragment_id, payload)
+        if (term, change) <= self.member.standing:
+            return
+        if (term, change) in self._values:
+            raise ValueError(f"change {change} of term {term} has a value here already")
+        if len(self._values) >= BACKLOG_MAX:
+            raise ValueError(f"{BACKLOG_MAX} values wait here, and this slice cannot catch up")
+        self._values[term, change] = payload
+        self._report(HasValue(*message))
 
     def _tell(self) -> None:
         """Report what has changed here."""

@@ -90,6 +90,7 @@ class SliceProcess:
         address: of the syncer.
         incarnation: returns the number of the learner's next incarnation.
         stop: is set when this process shall end.
+        make: makes the learner when this slice leads.
 
     Raises:
         ValueError: the model cannot be divided over slices, or the connections are refused by a setting.
@@ -109,7 +110,9 @@ class SliceProcess:
         run_dir: Path,
         incarnation: Callable[[], int],
         stop: threading.Event,
+        make: Callable[..., LearnerRun] = LearnerRun,
     ) -> None:
+        self._make = make
         self._config, self._learner_id, self._place = config, learner_id, place
         self._address, self._run_dir, self._incarnation, self._stop = address, run_dir, incarnation, stop
         loop = BuiltInLoop(config, learner_id)
@@ -256,7 +259,7 @@ class SliceProcess:
                 )
                 loop = SlicedLoop(leadership, shrinks=islands.slices_batch == "shrink")
                 make_loop = cast(Any, lambda *_: loop)
-                run = LearnerRun(joining, hurry, make_loop=make_loop, explain=self._explain)
+                run = self._make(joining, hurry, make_loop=make_loop, explain=self._explain)
                 loop.machine = run.joined.machine
                 reason = run.run()
         except SliceLost as error:

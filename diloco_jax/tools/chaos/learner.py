@@ -1,8 +1,8 @@
 """A learner that sends bad values on order, and measures its waits between steps.
 
 `diloco chaos` starts its islands with this learner. On SIGUSR1 it reads an order (actions.py). Then a number of its
-next fragment values are NaN or huge; or its losses are NaN, or its clock is wrong, until the next order. The normal
-learner has no such code.
+next fragment values are NaN or huge; or its losses are NaN, or its clock is wrong, until the next order. Each slice of
+an island of several reads the order, and the one that leads obeys it. The normal learner has no such code.
 """
 
 import json
@@ -10,11 +10,12 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import jax
 import numpy as np
 
 from diloco_jax.core import codec
@@ -28,6 +29,7 @@ from diloco_jax.runtime.learner.joined import Joining
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.records.files import CHAOS
 from diloco_jax.runtime.records.tape_file import LineFile
+from diloco_jax.settings.run import RunConfig
 from diloco_jax.tools.chaos.actions import began_unix_s, order_file
 from diloco_jax.tools.chaos.ledger import WAITS_FILE
 from diloco_jax.training.island import StepHandle
@@ -42,16 +44,32 @@ WAITS_MAX = 100_000
 log = logging.getLogger(__name__)
 
 
-def chaos_learner(joining: Joining, stop: threading.Event) -> LearnerRun:
-    """Make a LearnerRun that accepts orders to misbehave; only on the main thread, because it sets a signal handler."""
-    name, run_dir = joining.learner_id, joining.run_dir
-    waits = run_dir / CHAOS / WAITS_FILE.format(name=name, incarnation=joining.incarnation)
-    waits.parent.mkdir(exist_ok=True)
-    orders = Orders(order_file(run_dir, name))
+def chaos_learner(run_dir: Path, learner_id: str) -> Callable[..., LearnerRun]:
+    """Accept orders from now on, and return what makes a LearnerRun that obeys them; only on the main thread."""
+    orders = Orders(order_file(run_dir, learner_id))
     joined.unix_s = lambda: time.time() + orders.ahead_s
-    make_loop = partial(TimedLoop, LineFile(waits), began_unix_s(run_dir), orders)
-    make_sender = partial(BadSender, orders, joining.config.wire.up)
-    return LearnerRun(joining, stop, make_loop=make_loop, make_sender=make_sender)
+    return partial(_obeying, orders)
+
+
+def _obeying(
+    orders: "Orders",
+    joining: Joining,
+    stop: threading.Event,
+    *,
+    make_loop: Callable[[RunConfig, str, Sequence[jax.Device] | None], BuiltInLoop] = BuiltInLoop,
+    **how: Any,
+) -> LearnerRun:
+    run_dir = joining.run_dir
+    path = run_dir / CHAOS / WAITS_FILE.format(name=joining.learner_id, incarnation=joining.incarnation)
+    path.parent.mkdir(exist_ok=True)
+    waits, began = LineFile(path), began_unix_s(run_dir)
+
+    def timed(*arguments: Any) -> BuiltInLoop:
+        return cast(BuiltInLoop, TimedLoop(make_loop(*arguments), waits, began, orders))
+
+    return LearnerRun(
+        joining, stop, make_loop=timed, make_sender=partial(BadSender, orders, joining.config.wire.up), **how
+    )
 
 
 class Orders:
@@ -109,16 +127,19 @@ class _BadUpdate(NamedTuple):
         return codec.encode(values, self.format)
 
 
-class TimedLoop(BuiltInLoop):
-    """The built-in loop with a record of its waits between two inner steps."""
+class TimedLoop:
+    """A learner's loop with a record of its waits between two inner steps."""
 
-    def __init__(self, waits: LineFile, began_unix_s: float, orders: Orders, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, loop: BuiltInLoop, waits: LineFile, began_unix_s: float, orders: Orders) -> None:
+        self._loop = loop
         self._orders = orders
         self._waits = waits
         self._began_unix_s = began_unix_s
         self._step_ended_s: float | None = None
         self._lines = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
 
     def step(self, clock: int) -> StepHandle:
         """Start an inner step, and record a long wait before it."""
@@ -127,10 +148,10 @@ class TimedLoop(BuiltInLoop):
             self._lines += 1
             t = round(time.time() - self._began_unix_s, 3)
             self._waits.append((json.dumps([t, round(wait_s, 4)]) + "\n").encode())
-        return super().step(clock)
+        return self._loop.step(clock)
 
     def wait(self, handle: StepHandle) -> Mapping[str, float]:
         """Wait for the step and return its figures; the loss is NaN if that is ordered."""
-        figures = super().wait(handle)
+        figures = self._loop.wait(handle)
         self._step_ended_s = time.monotonic()
         return {**figures, "loss": np.nan} if self._orders.bad_loss else figures

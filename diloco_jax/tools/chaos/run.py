@@ -91,6 +91,8 @@ def run_chaos(
 ) -> dict[str, Any]:
     """Run the job to its end under the schedule, and return the verdict of `judge`; its `problems` may be empty."""
     stop = stop_on_signals()
+    # Processes that start inherit this, so that an order does not end a slice before it can read orders.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     run = ChaosRun(config, run_dir, say, stop)
     saboteur = Saboteur(run_dir, run, run.relays)
     islands, steps, silence_s = config.islands.names, config.planned_steps, config.protocol.silence_s

@@ -44,9 +44,6 @@ SLICE_KINDS = (
     # The slice gets SIGSTOP, and SIGCONT later.
     "stop-slice",
 )
-# A learner inflicts these on itself, by an order that an island of several slices does not take; kill-donor counts on
-# the death of a whole island.
-OF_ONE_PROCESS = ("nan", "bad-loss", "wrong-clock", "slow", "kill-donor")
 # No recovery is needed from these faults, but alarms must report them. They are used only with --kinds.
 SIGNS = (
     # An island is stopped for most of the time.
@@ -70,6 +67,8 @@ SIGN_S = 20.0
 # Faults are due between these shares of the run's global steps, so that the run can recover from the last ones.
 FIRST, LAST = 0.05, 0.9
 FAULTS_MAX = 10_000
+# One island returns, one sends it a state, and one stays well.
+LEAST_FOR_DONOR = 3
 # A multiple of the usual numbers of slices.
 SLICES = 840
 
@@ -117,13 +116,16 @@ class ChaosFault:
         return words + (f", for {self.duration_s:.1f} s" if self.duration_s else "")
 
 
-def possible_kinds(address: str, given: Sequence[str] = (), slices: int = 1) -> Sequence[str]:
+def possible_kinds(
+    address: str, given: Sequence[str] = (), slices: int = 1, islands: int = LEAST_FOR_DONOR
+) -> Sequence[str]:
     """Return the kinds of faults to draw: those that are given, else all that the run allows.
 
     Args:
         address: of the syncer; no relay can stand before a bucket.
         given: from the command line.
         slices: of each island.
+        islands: their number.
 
     Raises:
         ValueError: A given kind needs something that this run does not have.
@@ -136,12 +138,14 @@ def possible_kinds(address: str, given: Sequence[str] = (), slices: int = 1) -> 
                 "which no relay can stand before; choose kills and pauses, such as kill,stop,kill-syncer,stop-syncer"
             )
         kinds = [kind for kind in kinds if kind not in LINK_KINDS]
-    unfit = SLICE_KINDS if slices == 1 else OF_ONE_PROCESS
+    unfit: tuple[str, ...] = SLICE_KINDS if slices == 1 else ()
     if wrong := [kind for kind in given if kind in unfit]:
-        what = "one slice" if slices == 1 else f"{slices} slices"
         raise ValueError(
-            f"--kinds has {', '.join(wrong)}, and islands of {what} (islands.slices) do not have that; leave it out"
+            f"--kinds has {', '.join(wrong)}, and an island has one slice (islands.slices); leave it out, or raise "
+            "islands.slices"
         )
+    if islands < LEAST_FOR_DONOR:
+        unfit = (*unfit, "kill-donor")
     return given or [kind for kind in kinds if kind not in unfit]
 
 
@@ -155,7 +159,7 @@ def draw_schedule(
         raise ValueError(f"kinds of faults: {', '.join(unknown) or 'none'}; choose from {', '.join(known)}")
     if not 1 <= faults <= FAULTS_MAX:
         raise ValueError(f"{faults} faults; use 1 to {FAULTS_MAX}")
-    if len(islands) < 2 or ("kill-donor" in kinds and len(islands) < 3):
+    if len(islands) < 2 or ("kill-donor" in kinds and len(islands) < LEAST_FOR_DONOR):
         raise ValueError(f"{len(islands)} islands; use at least 2, and 3 for kill-donor, because one must stay well")
     random = Random(seed)
     kind_deck, island_deck = deck(random, kinds), deck(random, islands)

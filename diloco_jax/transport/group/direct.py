@@ -16,7 +16,7 @@ class DirectLinks:
     """The connections of one host for blocks: it sends to hosts that dial it, and dials hosts that send to it.
 
     Args:
-        config: Settings from `group_config`, with the address to listen on; port 0 lets the system choose one.
+        config: Settings from `group_config`, with the address where other hosts reach this one, as `GroupLeader`.
 
     Attributes:
         address, number: For hosts that dial this one.

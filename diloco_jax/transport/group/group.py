@@ -18,7 +18,15 @@ from typing import Any, NamedTuple, cast
 import grpc
 
 from diloco_jax.transport.commands import COMMANDS, REPLIES, Command, Reply
-from diloco_jax.transport.link import LinkClosed, Payload, TransportConfig, TransportError, payload_parts
+from diloco_jax.transport.link import (
+    LinkClosed,
+    Payload,
+    TransportConfig,
+    TransportError,
+    listening_address,
+    payload_parts,
+    split_address,
+)
 from diloco_jax.transport.partials import Partials
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import calls
@@ -75,7 +83,8 @@ class GroupLeader:
     """The leader's side: a listener with one session per other host.
 
     Args:
-        config: Settings from `group_config`, with the address to listen on; port 0 lets the system choose one.
+        config: Settings from `group_config`, with the address where other hosts reach this one; port 0 lets the system
+            choose one. `listening_address` says where it listens.
         host: Number of this host.
 
     Attributes:
@@ -100,8 +109,10 @@ class GroupLeader:
         for other in sorted({*range(hosts)} - {host}):
             self._others[other] = _new_session(self._inbox, header(host=other), config, REPLIES, f"host {other}")
         handlers = {calls.FOLLOW: grpc.stream_stream_rpc_method_handler(self._serve)}
-        self._entrance = Entrance(config, own, self._gate, BulkContexts(config, learner_id, island_host(learner_id)))
-        self.address = self._entrance.open(calls.ISLAND_SERVICE, handlers)
+        listens = replace(config, address=listening_address(config.address))
+        self._entrance = Entrance(listens, own, self._gate, BulkContexts(config, learner_id, island_host(learner_id)))
+        _, port = split_address(self._entrance.open(calls.ISLAND_SERVICE, handlers))
+        self.address = f"{config.address.rpartition(':')[0]}:{port}"
 
     def send(self, command: Command, payload: Payload = b"", to: int | None = None) -> None:
         """Queue a command to one host, or to all other hosts, in order; never blocks, and any thread may call it.

@@ -27,7 +27,7 @@ from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.slices.admission import RELEASE_STAMP, Admission, SliceGreeting, encoded
 from diloco_jax.transport.slices.frames import NOTHING, Vocabulary, payload_view
-from diloco_jax.transport.slices.peer import MESSAGE_BYTES, SlicePeer
+from diloco_jax.transport.slices.peer import ENDED, MESSAGE_BYTES, SlicePeer
 from diloco_jax.transport.slices.port import SlicePort
 from diloco_jax.transport.trust.security import BulkContexts, Gate, credentials, is_loopback, island_host
 from diloco_jax.transport.wire import Goodbye
@@ -36,6 +36,8 @@ from diloco_jax.transport.wire import Goodbye
 AGAIN_S, AGAIN_MAX_S = 0.1, 2.0
 SLICES_MAX = 64
 QUEUE_BYTES_MAX = 1 << 30
+# How the reason begins if a slice ends the connection with another one, which may return.
+DROPPED = "dropped: "
 # Threads that end late, because the system keeps them in a call, are left behind after this time.
 JOIN_S = 1.0
 
@@ -57,6 +59,11 @@ class Item(NamedTuple):
     payload: memoryview = NOTHING
     # Why the connection ended.
     reason: str = ""
+
+    @property
+    def was_dropped(self) -> bool:
+        """Tell whether the other slice dropped this one, so it runs and may be reached again soon."""
+        return self.message is None and f"{ENDED}{DROPPED}" in self.reason
 
     @property
     def num_bytes(self) -> int:
@@ -200,7 +207,7 @@ class SliceLinks:
         with self._changed:
             peer = self._open.get(number)
         if peer is not None:
-            self._end(peer, f"dropped: {reason}")
+            self._end(peer, f"{DROPPED}{reason}")
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all connections; safe to call again."""

@@ -16,6 +16,8 @@ from diloco_jax.transport.wire import Goodbye, WireError
 BEAT_S = 0.5
 # An ended connection has this long to bring its reason to the other side.
 LINGER_S = 1.0
+# Before the reason that the other side gave.
+ENDED = "ended the connection: "
 # What a message takes in memory beside its fields and its payload, at most about.
 MESSAGE_BYTES = 1 << 10
 _WASTE_BYTES = 1 << 18
@@ -143,7 +145,7 @@ class SlicePeer:
                 continue
             message = self._vocabulary.unpack(head)
             if isinstance(message, Goodbye):
-                return f"slice {self.slice} ended the connection: {clean(message.reason, REASON_LENGTH_MAX)}"
+                return f"slice {self.slice} {ENDED}{clean(message.reason, REASON_LENGTH_MAX)}"
             on_message(message, payload)
             # This frees the payload while the reader waits for the next one.
             del message, payload

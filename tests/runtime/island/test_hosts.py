@@ -429,6 +429,26 @@ def test_a_coordinator_that_cannot_listen_is_one_error(where: str) -> None:
             join(TWO_HOSTS, "island-0", 1, 0, address, str)
 
 
+@pytest.mark.parametrize(
+    ("where", "listens"), [("machine.invalid", ("[::]", "0.0.0.0")), ("127.0.0.1", ("127.0.0.1",))]
+)
+def test_a_coordinator_listens_where_other_machines_reach_it(
+    monkeypatch: pytest.MonkeyPatch, where: str, listens: tuple[str, ...]
+) -> None:
+    """The name of a machine may lead to loopback on that machine, and to another address on all others."""
+    asked: list[str] = []
+
+    def initialize(*places: Any, coordinator_bind_address: str, **how: Any) -> None:
+        asked.extend((places[0], coordinator_bind_address))
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(hosts.jax.distributed, "initialize", initialize)
+    port = free_port()
+    with pytest.raises(ConnectionError, match="enough"):
+        join(TWO_HOSTS, "island-0", 1, 0, f"{where}:{port}", str)
+    assert asked[0] == f"{where}:{port}" and asked[1] in {f"{each}:{port}" for each in listens}
+
+
 def test_a_host_whose_others_do_not_come_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     died, words = threading.Event(), list[str]()
 

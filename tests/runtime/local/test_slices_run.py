@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -12,7 +11,8 @@ import pytest
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.settings.text import load
 from diloco_jax.tools.replay.replay import Replay
-from tests.runtime.helpers import call, processes_of, replayed, set_pace, wait_for
+from tests.runtime.helpers import call, replayed, set_pace, wait_for
+from tests.runtime.local.slice_processes import leader_of, pids_of, whole_times
 from tests.runtime.syncer.test_failover import Job, folder
 
 __all__ = ["folder"]  # a fixture
@@ -37,19 +37,19 @@ def test_an_island_trains_on_when_its_slices_are_lost_and_stand_still(folder: Pa
     whole(job, 0, 3)
     merges(job)
 
-    leader, times = leader_of(job), whole_times(job, 3)
-    os.kill(pid_of(job, (leader + 1) % 3), signal.SIGKILL)
+    leader, times = leader_of(job.run_dir), whole_times(job.run_dir, 3)
+    os.kill(pids_of(job.run_dir, (leader + 1) % 3)[0], signal.SIGKILL)
     merges(job)
     whole(job, times, 3)
-    assert leader_of(job) == leader, "a follower was lost, and the island has another leader"
+    assert leader_of(job.run_dir) == leader, "a follower was lost, and the island has another leader"
 
-    times = whole_times(job, 3)
-    os.kill(pid_of(job, leader), signal.SIGKILL)
+    times = whole_times(job.run_dir, 3)
+    os.kill(pids_of(job.run_dir, leader)[0], signal.SIGKILL)
     second = another_leads(job, leader)
     merges(job)
     whole(job, times, 3)
 
-    times, stopped = whole_times(job, 3), pid_of(job, second)
+    times, stopped = whole_times(job.run_dir, 3), pids_of(job.run_dir, second)[0]
     os.kill(stopped, signal.SIGSTOP)
     try:
         another_leads(job, second)
@@ -78,15 +78,17 @@ def test_a_slice_that_loses_a_host_starts_again_while_the_other_one_trains_on(fo
     whole(job, 0, 2)
     merges(job)
     for leads in (False, True):
-        leader, times = leader_of(job), whole_times(job, 2)
+        leader, times = leader_of(job.run_dir), whole_times(job.run_dir, 2)
         lost = leader if leads else 1 - leader
-        own, others = set(pids_of(job, lost)), set(pids_of(job, 1 - lost))
+        own, others = set(pids_of(job.run_dir, lost)), set(pids_of(job.run_dir, 1 - lost))
         assert len(own) == len(others) == 2
-        os.kill(pids_of(job, lost, "--host 1 ")[0], signal.SIGKILL)
-        wait_for(lambda own=own, lost=lost: not own & set(pids_of(job, lost)), "the end of its slice", job.process)
+        os.kill(pids_of(job.run_dir, lost, "--host 1 ")[0], signal.SIGKILL)
+        wait_for(
+            lambda own=own, lost=lost: not own & set(pids_of(job.run_dir, lost)), "the end of its slice", job.process
+        )
         merges(job)
         whole(job, times, 2)
-        assert leader_of(job) == 1 - lost and set(pids_of(job, 1 - lost)) == others
+        assert leader_of(job.run_dir) == 1 - lost and set(pids_of(job.run_dir, 1 - lost)) == others
     merges(job)
     audited(job, pace)
     replay = Replay(load(job.run_dir / "config.yaml"), job.run_dir)
@@ -106,42 +108,16 @@ def audited(job: Job, pace: Path) -> None:
     assert audit.returncode == 0 and json.loads(audit.stdout)["violations"] == 0, audit.stdout + audit.stderr
 
 
-def found(job: Job, pattern: str) -> list[re.Match[str]]:
-    """Return what matches in the logs of all slices."""
-    logs = (job.run_dir / "logs").glob("island-0.slice-*.log")
-    return [match for path in logs for match in re.finditer(pattern, path.read_text())]
-
-
-def leader_of(job: Job) -> int:
-    """Return the slice that leads in the newest term."""
-    return max((int(m[2]), int(m[1])) for m in found(job, r"slice (\d) leads island-0 in term (\d+)"))[1]
-
-
 def another_leads(job: Job, before: int) -> int:
-    wait_for(lambda: leader_of(job) != before, f"another leader than slice {before}", job.process)
-    return leader_of(job)
-
-
-def whole_times(job: Job, slices: int) -> int:
-    """Return how often all slices have come together."""
-    return len(found(job, rf"; {slices} train\n"))
+    wait_for(lambda: leader_of(job.run_dir) != before, f"another leader than slice {before}", job.process)
+    return leader_of(job.run_dir)
 
 
 def whole(job: Job, times: int, slices: int) -> None:
-    wait_for(lambda: whole_times(job, slices) > times, f"{slices} slices that train together", job.process)
+    wait_for(lambda: whole_times(job.run_dir, slices) > times, f"{slices} slices that train together", job.process)
 
 
 def merges(job: Job) -> None:
     """Wait until rounds that have not begun yet are merged."""
     step = job.status["global_step"]
     wait_for(lambda: job.status["global_step"] >= step + 5, f"rounds after {step}", job.process)
-
-
-def pid_of(job: Job, number: int) -> int:
-    return pids_of(job, number)[0]
-
-
-def pids_of(job: Job, number: int, host: str = "") -> list[int]:
-    """Return the processes of a slice, or of one of its hosts."""
-    found = processes_of(job.run_dir).items()
-    return [pid for pid, words in found if f" --slice {number} " in words and host in words]

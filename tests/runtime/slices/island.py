@@ -123,13 +123,14 @@ class Links:
         self.dropped: dict[int, str] = {}
 
     def send(self, to: int, message: Any, payload: Any = b"") -> bool:
-        if to == self._own or not 0 <= to < SLICES:
+        if to == self._own or not 0 <= to < self._net.slices:
             raise ValueError(f"there is no other slice {to}")
         head = WORDS.pack(message)
         if to not in self.connected:
             return False
         self.sent.append((to, message))
         content = memoryview(bytes(payload))
+        self._net.on_sent(self._own, to, message, content)
         self._net.links[to].inbox.append(Item(self._own, self._net.session(self._own), WORDS.unpack(head), content))
         return True
 
@@ -168,11 +169,11 @@ class Links:
 class Net:
     """All slices of an island, and the time."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self._sessions = [0] * SLICES
-        self.links = [Links(self, number) for number in range(SLICES)]
-        self.members = [self._member(number) for number in range(SLICES)]
+    def __init__(self, slices: int = SLICES) -> None:
+        self.now_s, self.slices = 0.0, slices
+        self._sessions = [0] * slices
+        self.links = [Links(self, number) for number in range(slices)]
+        self.members = [self._member(number) for number in range(slices)]
         # Slices that follow, and do what they can whenever another one waits.
         self.following: dict[int, Obedience] = {}
         self.silent_since_s: dict[int, float] = {}
@@ -181,14 +182,16 @@ class Net:
         self.on_message: Callable[[int, Item], bool | None] = lambda number, item: None
         # Called when a slice has waited in vain.
         self.on_wait: Callable[[], None] = lambda: None
-        for number in range(SLICES):
+        # Called with sender, receiver, message and payload of everything that is sent.
+        self.on_sent: Callable[[int, int, Any, memoryview], None] = lambda *sent: None
+        for number in range(slices):
             for other in range(number):
                 self.connect(number, other)
 
     def _member(self, number: int) -> SliceMember:
         halves = [Slice("x", 0, 0, 4), Slice("x", 0, 4, SIZE)]
         fragments = [Fragment(n, (half,), ((half.stop - half.start,),), 4 - n) for n, half in enumerate(halves)]
-        islands = SimpleNamespace(slices=SLICES)
+        islands = SimpleNamespace(slices=self.slices)
         run = SimpleNamespace(fragments=tuple(fragments), config=SimpleNamespace(islands=islands))
         return SliceMember(number, cast(Any, run), cast(Any, Loop()), cast(Any, self.links[number]))
 
@@ -217,7 +220,7 @@ class Net:
         self._sessions[number] += 1
         self.links[number] = Links(self, number)
         self.members[number] = self._member(number)
-        for other in set(range(SLICES)) - {number}:
+        for other in set(range(self.slices)) - {number}:
             self.connect(number, other)
 
     def put(self, to: int, sender: int, message: Any, payload: bytes = b"") -> None:
@@ -256,12 +259,12 @@ class Net:
         return Leadership(self.members[0], chosen, least, straggler_s, lambda: False)
 
     def follow(self, number: int, leadership: Leadership, has_state: bool = True) -> Obedience:
-        """Let a slice follow slice 0, as `FollowingSlice.follow` does."""
-        member = self.members[number]
+        """Let a slice follow the one that leads, as `FollowingSlice.follow` does."""
+        member, leader = self.members[number], leadership.member.own
         if has_state:
             member.begin_term(leadership.term)
-        self.following[number] = Obedience(member, 0, leadership.term, has_state)
-        self.links[number].send(0, Follow(leadership.term, has_state))
+        self.following[number] = Obedience(member, leader, leadership.term, has_state)
+        self.links[number].send(leader, Follow(leadership.term, has_state))
         return self.following[number]
 
     def state(self, number: int) -> np.ndarray:

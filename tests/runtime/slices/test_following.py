@@ -29,6 +29,8 @@ from diloco_jax.runtime.slices.messages import (
     StatePart,
     Turn,
 )
+from diloco_jax.transport.slices.links import DROPPED, Item
+from diloco_jax.transport.slices.peer import ENDED
 from tests.runtime.slices.island import NAME, PARTS, SIZE, TERM, Net, stepped
 
 HUGE = (1 << 63) - 1
@@ -91,7 +93,7 @@ def test_a_slice_alone_leads_after_a_while(net: Net) -> None:
         "the others may be starting"
     )
     again = follower(net)
-    again._first = False
+    again._awaits_all = False
     assert again.elect() is not None and net.now_s < START_S + 1 + VOTE_S + 1
 
 
@@ -174,6 +176,35 @@ def test_a_leader_that_is_lost_or_not_there_is_not_followed(net: Net) -> None:
     net.connect(0, 1)
     net.links[1].inbox.append(net.links[0].inbox[-1]._replace(slice=0))
     assert follows(net, [])[0] == "lost"
+
+
+@pytest.mark.parametrize(("reason", "leads"), [(f"{ENDED}{DROPPED}silent", 0), ("the connection was lost", 1)])
+def test_a_slice_that_its_leader_dropped_waits_for_the_leader(net: Net, reason: str, leads: int) -> None:
+    """The leader trains on, so a term of this slice would undo its steps; a leader whose process ended is replaced."""
+    net.cut(1, 2)
+    net.cut(0, 2)
+    net.links[1].inbox.clear()
+    looking = follower(net)
+    looking._awaits_all = False
+    session = net.links[1].connected[0]
+    net.put(1, 0, Lead(TERM, 0, 0))
+    chosen = looking.elect()
+    assert chosen == Chosen(0, TERM, HeldState())
+
+    def drop() -> None:
+        net.cut(0, 1)
+        net.links[1].inbox[-1] = Item(0, session, None, reason=reason)
+        net.on_wait = back
+
+    def back() -> None:
+        if net.now_s > 3 and not net.links[1].connected:
+            net.connect(0, 1)
+            net.put(1, 0, Lead(TERM, 0, 0))
+
+    net.on_wait = drop
+    assert looking.follow(chosen) == "lost"
+    again = looking.elect()
+    assert again is not None and again.leader == leads and (net.now_s > 3) == (leads == 0)
 
 
 def test_what_a_leader_sent_before_it_was_lost_is_obeyed(net: Net) -> None:

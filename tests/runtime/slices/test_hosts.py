@@ -8,7 +8,7 @@ import pytest
 from diloco_jax.runtime.slices.following import BACKLOG_MAX, POLL_S
 from diloco_jax.runtime.slices.forwarding import ForwardingIsland
 from diloco_jax.runtime.slices.leading import Leadership, SliceLost
-from diloco_jax.runtime.slices.messages import Chunk, Lead, Mean, Stand, StatePart, Value
+from diloco_jax.runtime.slices.messages import AdoptValue, Chunk, Lead, Mean, Stand, StatePart, Value
 from diloco_jax.runtime.slices.obeying import ENDED_S
 from diloco_jax.transport.slices.links import Item, SliceJoined
 from diloco_jax.transport.slices.peer import MESSAGE_BYTES
@@ -257,6 +257,39 @@ def test_values_that_nobody_orders_are_bounded(hosts_net: HostsNet) -> None:
     net.second.put(0, 1, Value(TERM, BACKLOG_MAX, 0), bytes(16))
     net.others_work(-1)
     assert "cannot catch up" in net.second.links[0].dropped[1]
+
+
+def test_a_second_value_of_a_change_ends_the_connection_of_its_sender(hosts_net: HostsNet) -> None:
+    """It comes when host 0 has ordered the change for the first one; its numbers would fit another fragment only."""
+    net = hosts_net
+    leadership = island_of(net)
+    make(leadership)
+    foreign = [Item(2, net.session(2), Value(TERM, 2, 1), memoryview(bytes(12)))]
+
+    def put_before(number: int, item: Item) -> bool:
+        if foreign and (number, item.slice, type(item.message)) == (1, 1, AdoptValue):
+            net.second.links[1].inbox.appendleft(foreign.pop())
+        return False
+
+    net.others_work(0)
+    net.on_second = put_before
+    adopt(net, leadership, first=True, second=True)
+    net.others_work(0)
+    assert net.second.links[1].dropped == {2: f"change 2 of term {TERM} has a value here already"}
+    assert net.both(1) == net.both(0) and net.both(1)[1][:4] == [7] * 4
+
+
+def test_a_value_of_an_earlier_change_is_dropped(hosts_net: HostsNet) -> None:
+    """Its leader may have sent it before this slice got the state of a later change."""
+    net = hosts_net
+    leadership = island_of(net)
+    make(leadership, 2)
+    for change in (0, 1) * BACKLOG_MAX:
+        net.second.put(1, 2, Value(TERM, change, 0), bytes(16))
+    net.others_work(0)
+    adopt(net, leadership, first=True, second=True)
+    net.others_work(0)
+    assert not net.second.links[1].dropped and net.both(1) == net.both(0)
 
 
 def test_a_signal_to_another_host_reaches_host_0(hosts_net: HostsNet) -> None:

@@ -60,7 +60,6 @@ def test_all_hosts_of_a_leader_that_is_asked_to_end_are_interrupted(
             self.joined = cast(Any, SimpleNamespace(machine=None, begin=begin, leave=leave))
 
     leadership = SimpleNamespace(gather=lambda: None, close=lambda: None)
-    monkeypatch.setattr(process, "LearnerRun", Run)
     monkeypatch.setattr(process, "Leadership", lambda *_: leadership)
     monkeypatch.setattr(process, "SlicedLoop", lambda *_, **how: SimpleNamespace())
     monkeypatch.setattr(process, "start_thread", lambda *_, **how: None)
@@ -68,7 +67,7 @@ def test_all_hosts_of_a_leader_that_is_asked_to_end_are_interrupted(
     made = SliceProcess.__new__(SliceProcess)
     made._config, made._place, made._stop = RunConfig(name="run"), SlicePlace(0, ()), threading.Event()
     made._learner_id, made._address, made._run_dir, made._incarnation = "island-0", "", Path(), lambda: 1
-    made._member = cast(Any, SimpleNamespace(copy=None))
+    made._member, made._make = cast(Any, SimpleNamespace(copy=None)), Run
     if asked:
         made._stop.set()
     assert made._lead(Chosen(0, 64, HeldState())) == (INTERRUPTED if asked else FAILED)

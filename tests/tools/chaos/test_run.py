@@ -1,31 +1,39 @@
 """A chaos run: its schedule is a function of its seed, and a short one with real processes loses nothing."""
 
 import json
+import os
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from diloco_jax.cli import main as cli
-from diloco_jax.runtime.records.telemetry import read_metrics
+from diloco_jax.runtime.records.tape_file import LineFile
+from diloco_jax.runtime.records.telemetry import read_metrics, write_json
+from diloco_jax.tools.chaos.actions import order_file
+from diloco_jax.tools.chaos.learner import Orders, TimedLoop
 from diloco_jax.tools.chaos.schedule import (
     FIRST,
     KINDS,
     LAST,
     LINK_KINDS,
     SIGNS,
+    SLICE_KINDS,
     SYNCER_KINDS,
     ChaosFault,
     draw_schedule,
     possible_kinds,
 )
 from diloco_jax.transport.trust import certificates
-from tests.runtime.helpers import call, merged, processes_of, run, write_config
+from tests.runtime.helpers import call, merged, processes_of, run, wait_for, write_config
 
 pytestmark = pytest.mark.net
 
@@ -183,6 +191,34 @@ def test_a_fault_says_everything_in_words() -> None:
 def test_what_cannot_be_is_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         draw(**changes)
+
+
+def test_islands_of_several_slices_have_more_kinds_of_faults() -> None:
+    assert {*possible_kinds("127.0.0.1:0", slices=2)} == {*KINDS, *SLICE_KINDS}
+    assert possible_kinds("127.0.0.1:0", ["nan", "slow"], 2) == ["nan", "slow"]
+    assert {*KINDS, *SLICE_KINDS} - {*possible_kinds("127.0.0.1:0", slices=2, islands=2)} == {"kill-donor"}
+    with pytest.raises(ValueError, match=r"--kinds has kill-slice, and an island has one slice \(islands.slices\)"):
+        possible_kinds("127.0.0.1:0", ["kill", "kill-slice"])
+
+
+def test_an_order_is_obeyed_by_the_loop_of_the_slice_that_leads(tmp_path: Path) -> None:
+    """A slice reads the order before it leads, and its loop is not the built-in one."""
+    order = order_file(tmp_path, "island-0")
+    order.parent.mkdir()
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        orders = Orders(order)
+        write_json(order, {"bad_loss": True, "ahead_s": 30})
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_for(lambda: orders.bad_loss, "the order")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    sliced = SimpleNamespace(step=lambda clock: clock + 1, wait=lambda handle: {"loss": 1.0, "slices": 2}, batch_size=6)
+    loop = TimedLoop(cast(Any, sliced), LineFile(tmp_path / "waits"), 0.0, orders)
+    metrics = loop.wait(loop.step(7))
+    assert loop.batch_size == 6 and metrics["slices"] == 2 and np.isnan(metrics["loss"]) and orders.ahead_s == 30
+    orders.bad_loss = False
+    assert loop.wait(loop.step(8)) == {"loss": 1.0, "slices": 2}
 
 
 def test_a_bucket_leaves_no_place_for_faults_of_a_link() -> None:

@@ -256,6 +256,16 @@ def test_settings_that_cannot_be_used_are_named(make: Any, words: str) -> None:
         make()
 
 
+def test_a_leader_with_a_name_listens_at_all_addresses_of_its_machine(group: Group) -> None:
+    """The name may lead to loopback on the leader's machine, and to another address on all others."""
+    leader = group.lead(address="machine.invalid:0", allow_plaintext=True)
+    name, port = leader.address.split(":")
+    assert name == "machine.invalid"
+    for host, address in ((1, "127.0.0.1"), (2, "127.0.0.2")):
+        leader.send(HostStep(host), to=host)
+        assert hear(group.join(host, address=f"{address}:{port}")).message == HostStep(host)
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
