@@ -5,14 +5,23 @@ and the same batch. The plain one is what a user would write with `flax.nnx`: it
 positions instead of rotary ones. Steps of both alternate in one process. `value` is the tokens per second of the
 built-in decoder over those of the plain one, by processor time, which other load changes less; the median over pairs.
 `gflops` is what the built-in step reaches, and `product_gflops` what a product of its matrices reaches alone.
+
+With `--maxtext PYTHON`, MaxText's own step is the third one. It runs in a separate process, because MaxText needs
+another environment (docs/maxtext.md), and has silu instead of a squared relu. `maxtext` is the ratio to it.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pairs as blocks
@@ -21,36 +30,53 @@ VOCABULARY = 256
 
 
 class Contestant(NamedTuple):
-    """A decoder with its optimizer: a function that makes one step, and how many parameters are multiplied."""
+    """A decoder with its optimizer."""
 
-    step: Callable[[], object]
+    # Makes a number of steps, and returns the processor time of one, in seconds.
+    cpu_s: Callable[[int], float]
+    # The number of parameters that are multiplied.
     parameters: int
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     blocks.add_options(parser, batch_size=8, pairs=9, steps=4)
+    parser.add_argument("--maxtext", type=Path, metavar="PYTHON", help="interpreter of MaxText's environment")
     arguments = parser.parse_args()
     blocks.emulate(1)
-    result = measure(arguments)
+    with contextlib.ExitStack() as stack:
+        other = None if arguments.maxtext is None else stack.enter_context(max_text(arguments))
+        result = measure(arguments, other)
     line = (
         "built-in decoder of {parameters:,} parameters: {value:.3f} of a plain Flax decoder's tokens per second "
         "({low:.3f} to {high:.3f}, {runs} pairs); {gflops:.1f} GFLOP/s, a matrix product alone {product_gflops:.1f}"
     )
+    if other is not None:
+        line += "; {maxtext:.3f} of MaxText's ({maxtext_low:.3f} to {maxtext_high:.3f})"
     sys.stdout.write(f"{json.dumps(result) if arguments.json else line.format(**result)}\n")
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Alternate the steps of both, and return ratios with their spread."""
+def measure(arguments: argparse.Namespace, other: Contestant | None) -> dict[str, Any]:
+    """Alternate the steps of all decoders, and return ratios with their spread."""
     ours, plain = built_in(arguments), plain_flax(arguments)
-    for each in (ours, plain):
-        cpu_s(each.step, 1)
-    times = [(cpu_s(ours.step, arguments.steps), cpu_s(plain.step, arguments.steps)) for _ in range(arguments.pairs)]
-    # The same number of FLOPs is asked of both, and they differ by the table of positions, which is not multiplied.
-    ratios = [other * ours.parameters / (mine * plain.parameters) for mine, other in times]
+    contestants = [ours, plain, *([] if other is None else [other])]
+    if len({each.parameters for each in contestants}) > 1:
+        raise SystemExit(
+            f"the decoders multiply {[each.parameters for each in contestants]} parameters; make them equal"
+        )
+    for each in contestants:
+        each.cpu_s(1)
+    times = [[each.cpu_s(arguments.steps) for each in contestants] for _ in range(arguments.pairs)]
+    ratios = [theirs / mine for mine, theirs, *_ in times]
     tokens = arguments.batch_size * arguments.seq_len
     scores = 12 * arguments.layers * tokens * arguments.seq_len * arguments.dim
     flops = 6 * tokens * ours.parameters + scores
+    beside = [last / mine for mine, *_, last in times] if other is not None else []
+    found = (
+        {"maxtext": statistics.median(beside), "maxtext_low": min(beside), "maxtext_high": max(beside)}
+        if beside
+        else {}
+    )
     return {
         "name": "decoders",
         "unit": "tokens per second of the built-in decoder / of a plain one",
@@ -59,8 +85,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "high": max(ratios),
         "runs": arguments.pairs,
         "parameters": ours.parameters,
-        "gflops": flops / statistics.median(mine for mine, _ in times) / 1e9,
+        "gflops": flops / statistics.median(mine for mine, *_ in times) / 1e9,
         "product_gflops": product_gflops(tokens, arguments.dim),
+        **found,
     }
 
 
@@ -106,7 +133,7 @@ def contestant(module: Any, loss: Callable[[Any, Any], Any], arguments: argparse
     state = jax.jit(tx.init)(params)
     # One table is looked up, not multiplied.
     size = sum(leaf.size for leaf in jax.tree.leaves(params)) - VOCABULARY * arguments.dim
-    return Contestant(lambda: step(params, state), size)
+    return Contestant(partial(cpu_s, lambda: step(params, state)), size)
 
 
 def built_in(arguments: argparse.Namespace) -> Contestant:
@@ -114,7 +141,7 @@ def built_in(arguments: argparse.Namespace) -> Contestant:
 
     from diloco_jax.training.models.decoder import Decoder, DecoderConfig
 
-    config = DecoderConfig(vocab_size=VOCABULARY, **blocks.decoder_args(arguments))
+    config = DecoderConfig(vocab_size=VOCABULARY, tie_embeddings=False, **blocks.decoder_args(arguments))
     return contestant(
         Decoder(config, rngs=nnx.Rngs(0)), lambda model, tokens: model.loss({"tokens": tokens})[0], arguments
     )
@@ -164,6 +191,71 @@ def plain_flax(arguments: argparse.Namespace) -> Contestant:
 
     found = contestant(Plain(nnx.Rngs(0)), loss, arguments)
     return found._replace(parameters=found.parameters - arguments.seq_len * dim)
+
+
+@contextlib.contextmanager
+def max_text(arguments: argparse.Namespace) -> Iterator[Contestant]:
+    """Run MaxText's step in its environment, and yield it; SystemExit if MaxText fails."""
+    dim = arguments.dim
+    values = {
+        "hardware": "cpu",
+        "skip_jax_distributed_system": "true",
+        "base_emb_dim": dim,
+        "base_num_query_heads": 4,
+        "base_num_kv_heads": 4,
+        "head_dim": dim // 4,
+        "base_mlp_dim": 4 * dim,
+        "base_num_decoder_layers": arguments.layers,
+        "vocab_size": VOCABULARY,
+        "max_target_length": arguments.seq_len,
+        "per_device_batch_size": arguments.batch_size,
+        "dtype": "float32",
+        "weight_dtype": "float32",
+        "attention": "dot_product",
+        # The other decoders neither recompute activations nor clip gradients, and have no scan over layers.
+        "remat_policy": "none",
+        "gradient_clipping_threshold": 0,
+        "scan_layers": "false",
+        "dataset_type": "synthetic",
+        "steps": 1_000_000,
+        "run_name": "decoders",
+        "enable_checkpointing": "false",
+        "enable_tensorboard": "false",
+        "log_config": "false",
+    }
+    program = Path(__file__).with_name("_maxtext_decoder.py")
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+") as log:
+        words = [f"{key}={value}" for key, value in {**values, "base_output_directory": folder}.items()]
+        environment = os.environ | {"DECOUPLE_GCLOUD": "TRUE"}
+        process = subprocess.Popen(
+            [arguments.maxtext, program, *words],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        assert process.stdin is not None and process.stdout is not None, "they are pipes"
+        to, answers = process.stdin, process.stdout
+
+        def answer() -> str:
+            for line in answers:
+                # MaxText prints other lines when it is imported.
+                if line.startswith("result "):
+                    return line.removeprefix("result ")
+            log.seek(0)
+            raise SystemExit(f"MaxText failed: {log.read()[-3000:]}")
+
+        def ask(steps: int) -> float:
+            to.write(f"{steps}\n")
+            to.flush()
+            return float(answer())
+
+        try:
+            yield Contestant(ask, int(answer()) - VOCABULARY * dim)
+        finally:
+            to.close()
+            process.wait()
 
 
 if __name__ == "__main__":
