@@ -460,7 +460,8 @@ class RoundBook:
             step_s = member.step_s or self.membership.median_step_s() or 0.0
             # A learner may do something else between two steps, such as to wait for its data.
             between_s = member.between_s if member.between_s < resend_s else resend_s
-            longest_s = max(longest_s, step_s, between_s)
+            busy_s = step_s if step_s > between_s else between_s
+            longest_s = busy_s if busy_s > longest_s else longest_s
         answer_s = (ANSWER_STEPS + self.config.wait_steps) * longest_s
         if not round_.asked.keys() <= self.owing.keys():
             answer_s = max(answer_s, resend_s)
@@ -499,10 +500,10 @@ class RoundBook:
 
     def _held_up(self, round_: Round, member: Member, now_s: float) -> bool:
         """Return whether a round has kept the next one from opening for longer than this member's answers take."""
+        if round_.blocks_s is None:
+            return False
         step_s = max(member.step_s or 0.0, self.membership.median_step_s() or 0.0)
-        return (
-            round_.blocks_s is not None and now_s - round_.blocks_s > (ANSWER_STEPS + self.config.wait_steps) * step_s
-        )
+        return now_s - round_.blocks_s > (ANSWER_STEPS + self.config.wait_steps) * step_s
 
     def waiting_for(self, now_s: float) -> str:
         """Describe what the next round waits for."""
