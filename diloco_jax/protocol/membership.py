@@ -224,13 +224,16 @@ class Membership:
         """
         median_s = self.median_step_s() or 0.0
         limit_s = max(PACE_FACTOR * median_s, SHORT_STEP_S)
-        live = [m for m in self.members.values() if m.state == ACTIVE and not m.credit.alarmed]
-        steps = [(m, m.step_s if m.step_s is not None else median_s) for m in live]
-        return [
-            m
-            for m, step_s in steps
-            if step_s <= limit_s and now_s - m.reported_s < PACE_REPORTS * max(step_s, LEAST_STEP_S)
-        ]
+        paced: list[Member] = []
+        # A round that waits asks this at every message.
+        for member in self.members.values():
+            if member.state != ACTIVE or member.credit.alarmed:
+                continue
+            step_s = member.step_s if member.step_s is not None else median_s
+            counted_s = step_s if step_s > LEAST_STEP_S else LEAST_STEP_S
+            if step_s <= limit_s and now_s - member.reported_s < PACE_REPORTS * counted_s:
+                paced.append(member)
+        return paced
 
     def usual_step_tokens(self, member: Member | None = None) -> float:
         """Return the lower median of the live learners' tokens per inner step.

@@ -41,32 +41,41 @@ class Connection:
 
     def send(self, parts: Sequence[memoryview]) -> None:
         """Send all bytes of the views; OSError if the connection is lost. A peer that does not read makes it wait."""
-        if self.encrypted:
-            for part in parts:
-                self._send_encrypted(part)
-            return
-        left = [part for part in parts if part.nbytes]
+        left, event = self._send_some(parts)
         while left:
-            try:
-                sent = self._stream.sendmsg(left[:BUFFERS_MAX])
-            except BlockingIOError:
-                self._wait(select.POLLOUT)
-            else:
-                left = _behind(left, sent)
+            self._wait(event)
+            left, event = self._send_some(left)
 
-    def _send_encrypted(self, part: memoryview) -> None:
-        # OpenSSL takes one record of 16 KiB per call, so this loop runs often under the interpreter's lock.
+    def send_at_once(self, parts: Sequence[memoryview]) -> list[memoryview]:
+        """Send what the connection takes without a wait, and return the rest; OSError if the connection is lost."""
+        return self._send_some(parts)[0]
+
+    def _send_some(self, parts: Sequence[memoryview]) -> tuple[list[memoryview], int]:
+        """Send until the connection takes no more; return the rest, and the event that it waits for."""
+        left = [part for part in parts if part.nbytes]
+        if self.encrypted:
+            return self._send_encrypted(left)
+        try:
+            while left:
+                left = _behind(left, self._stream.sendmsg(left[:BUFFERS_MAX]))
+        except BlockingIOError:
+            pass
+        return left, select.POLLOUT
+
+    def _send_encrypted(self, parts: list[memoryview]) -> tuple[list[memoryview], int]:
         stream, turn = self._stream, self._turn
-        while part.nbytes:
-            try:
-                with turn:
-                    sent = stream.send(part)
-            except ssl.SSLWantWriteError:
-                self._wait(select.POLLOUT)
-            except ssl.SSLWantReadError:
-                self._wait(select.POLLIN)
-            else:
+        for at, part in enumerate(parts):
+            # OpenSSL takes one record of 16 KiB per call, so this loop runs often under the interpreter's lock.
+            while part.nbytes:
+                try:
+                    with turn:
+                        sent = stream.send(part)
+                except ssl.SSLWantWriteError:
+                    return [part, *parts[at + 1 :]], select.POLLOUT
+                except ssl.SSLWantReadError:
+                    return [part, *parts[at + 1 :]], select.POLLIN
                 part = part[sent:]
+        return [], select.POLLOUT
 
     def fill(self, view: memoryview, until_s: float | None = None) -> None:
         """Fill the view with the peer's next bytes.

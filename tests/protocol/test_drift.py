@@ -1,5 +1,8 @@
 """Averages of drift, and the alarm about an island whose contributions differ from the others for many rounds."""
 
+from random import Random
+from statistics import median
+
 import pytest
 
 from diloco_jax.protocol.watch.alarms import alarms_of
@@ -60,6 +63,18 @@ def test_texts_have_their_evidence() -> None:
 def test_what_is_no_trouble(odd: MeanDrift, others: MeanDrift, count: int) -> None:
     watch = watched(3 * ROUNDS_MIN, odd, others, count)
     assert not any(watch.trouble(name) for name in "abc")
+
+
+def test_others_are_all_islands_of_the_round_but_one() -> None:
+    random = Random(7)
+    for count in range(3, 9):
+        # Equal cosines are common, and an island may have none.
+        cosines = {name: random.choice([None, -0.5, 0.1, 0.1, 0.2, random.random()]) for name in "abcdefgh"[:count]}
+        watch = DriftWatch()
+        watch.on_round({name: MeanDrift(1.0, each) for name, each in cosines.items()})
+        for name in cosines:
+            others = [each for other, each in cosines.items() if other != name and each is not None]
+            assert watch._averages[name].others == pytest.approx(median(others) if others else 0.0, abs=0)
 
 
 def test_one_odd_round_is_no_trouble() -> None:

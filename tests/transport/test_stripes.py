@@ -1,6 +1,8 @@
 """A session over several bulk connections: any number of them, cut in the middle, with a reader that does not read."""
 
 import os
+import threading
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from diloco_jax.transport.link import LinkClosed, Rejected, TransportError
 from diloco_jax.transport.partials import SAMPLE_BYTES, Partials, key_of
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import calls, dialled
-from diloco_jax.transport.session.stream import Outbox, Outgoing, Pieces, StreamSession
+from diloco_jax.transport.session.stream import AT_ONCE_BYTES_MAX, Outbox, Outgoing, Pieces, StreamSession
+from tests.limits import HANGS_S
 from tests.transport.ends import CONFIG, LIMIT, Ends, comes_true, hear, hear_end, value
 
 pytestmark = pytest.mark.net
@@ -61,6 +64,40 @@ def test_writers_that_are_cut_stop_inside_a_payload_and_let_go_of_it() -> None:
     assert pieces.take() is None and list(pieces._current) == []
 
 
+def test_a_small_message_passes_writers_that_all_wait() -> None:
+    outbox = Outbox(10)
+    pieces = Pieces(outbox, 10, writers=2)
+    small, large = Outgoing(b"s", (memoryview(bytes(10)),)), Outgoing(b"l", (memoryview(bytes(11)),))
+    assert pieces.take_only(small) is None, "no writer waits"
+    got = SimpleQueue[wire.BulkPiece | None]()
+    writers = [threading.Thread(target=lambda: got.put(pieces.take(HANGS_S))) for _ in range(2)]
+    writers[0].start()
+    assert comes_true(lambda: outbox._awaited) and pieces.take_only(small) is None, "the other one may have a piece"
+    writers[1].start()
+    assert comes_true(lambda: pieces._free == 2) and pieces.take_only(large) is None, "it needs two pieces"
+    piece = pieces.take_only(small)
+    assert piece is not None and (piece.body, piece.chunk.message, piece.chunk.payload_bytes) == (b"s", 1, 10)
+    outbox.put(large)
+    first, second = got.get(timeout=HANGS_S), got.get(timeout=HANGS_S)
+    assert first is not None and second is not None and (first.chunk.message, second.chunk.message) == (2, 2)
+    assert pieces.take_only(small) is None, "the writers have pieces of an earlier message"
+    outbox.close("done", flush=True)
+    assert pieces.take() is None and pieces.take_only(small) is None
+
+
+def test_an_idle_connection_takes_small_messages_on_the_thread_of_the_sender(
+    ends: Ends, listener: GrpcListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = ends.connect()
+    assert comes_true(lambda: link._session.pieces._free == CONFIG.stripes)
+    monkeypatch.setattr(Outbox, "put", lambda *_: False)
+    for number in range(3):
+        link.send(value(number, 2), b"ab")
+    assert [hear(listener).message for _ in range(3)] == [value(number, 2) for number in range(3)]
+    with pytest.raises(LinkClosed, match="the bulk queue"):
+        link.send(value(3, AT_ONCE_BYTES_MAX + 1), bytes(AT_ONCE_BYTES_MAX + 1))
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -87,12 +124,13 @@ def test_number_of_bulk_connections_is_that_of_the_session(ends: Ends, listener:
             ends.connect(stripes=stripes, number=link.number)
 
 
-def test_memory_of_both_sides_is_bounded_when_nobody_reads(ends: Ends) -> None:
+@pytest.mark.parametrize("size", [1 << 22, AT_ONCE_BYTES_MAX])
+def test_memory_of_both_sides_is_bounded_when_nobody_reads(ends: Ends, size: int) -> None:
     """The sender's queue fills and ends the session; until then the receiver takes what it said, and no more."""
     limit = 1 << 24
     listener = ends.listen(payload_bytes_max=limit)
     link = ends.connect(queue_payloads_max=8)
-    payload, queued = os.urandom(limit // 4), 0
+    payload, queued = os.urandom(size), 0
     with pytest.raises(LinkClosed, match="the bulk queue to 'syncer' is full"):
         while True:
             waiting = link._session._outboxes[True]._waiting

@@ -69,9 +69,12 @@ class RoundBook:
     # When the newest round of a fragment closed.
     closed_s: float = 0.0
     lockstep: bool = field(init=False)
+    # The last global step of the first turn of the fragments.
+    first_turn: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.lockstep = self.config.lockstep
+        self.first_turn = self.config.groups.gap_max
 
     def proceed(self, now_s: float) -> None:
         """Open and close the rounds that can be opened and closed now."""
@@ -161,7 +164,9 @@ class RoundBook:
     def _facts(self, round_: Round, late: set[str], now_s: float) -> Facts:
         """Return what decides when a round closes."""
         window, fresh = round_.window, len(self.fresh - late)
-        few = window is not None and window.grace_s <= now_s and self._few(window, late, now_s)
+        # The least wait only matters after the grace window.
+        waits = window is not None and window.grace_s <= now_s and window.grace_s < window.least_s
+        few = window is not None and waits and self._few(window, late, now_s)
         return Facts(
             self.config.quorum,
             self.membership.live - len(late),
@@ -188,7 +193,7 @@ class RoundBook:
 
         Without this wait, rounds of a few milliseconds would use up much of a short run while that learner compiles.
         """
-        if round_.global_step > self.config.groups.gap_max or not self.config.grace_steps_max:
+        if round_.global_step > self.first_turn or not self.config.grace_steps_max:
             return False
         if (self.membership.median_step_s() or 0.0) >= SHORT_STEP_S:
             return False
@@ -448,10 +453,16 @@ class RoundBook:
 
     def _expect_answers(self, round_: Round) -> None:
         """Set when the answers that a round waits for are owed."""
-        asked, resend_s = [self.membership.members[name] for name in round_.asked], self._resend_wait_s()
-        # A learner may do something else between two steps, such as to wait for its data.
-        steps = [max(m.step_s or self.membership.median_step_s() or 0.0, min(m.between_s, resend_s)) for m in asked]
-        answer_s = (ANSWER_STEPS + self.config.wait_steps) * max(steps, default=0.0)
+        members, resend_s, longest_s = self.membership.members, self._resend_wait_s(), 0.0
+        # Each answer leads here, so the maximum over the learners that are asked is written out for speed.
+        for name in round_.asked:
+            member = members[name]
+            step_s = member.step_s or self.membership.median_step_s() or 0.0
+            # A learner may do something else between two steps, such as to wait for its data.
+            between_s = member.between_s if member.between_s < resend_s else resend_s
+            busy_s = step_s if step_s > between_s else between_s
+            longest_s = busy_s if busy_s > longest_s else longest_s
+        answer_s = (ANSWER_STEPS + self.config.wait_steps) * longest_s
         if not round_.asked.keys() <= self.owing.keys():
             answer_s = max(answer_s, resend_s)
         round_.owed_s, round_.owed = round_.closed_s + answer_s, False
@@ -489,10 +500,10 @@ class RoundBook:
 
     def _held_up(self, round_: Round, member: Member, now_s: float) -> bool:
         """Return whether a round has kept the next one from opening for longer than this member's answers take."""
+        if round_.blocks_s is None:
+            return False
         step_s = max(member.step_s or 0.0, self.membership.median_step_s() or 0.0)
-        return (
-            round_.blocks_s is not None and now_s - round_.blocks_s > (ANSWER_STEPS + self.config.wait_steps) * step_s
-        )
+        return now_s - round_.blocks_s > (ANSWER_STEPS + self.config.wait_steps) * step_s
 
     def waiting_for(self, now_s: float) -> str:
         """Describe what the next round waits for."""

@@ -4,9 +4,9 @@ The driver measures the two numbers of each contribution: norm ratio and cosine 
 no island is excluded because of them. They are not on the tape, so they start again with each process of the syncer.
 """
 
-from collections.abc import Collection, Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import NamedTuple
 
 from diloco_jax.protocol.exclusion import VOTERS_MIN
@@ -53,12 +53,24 @@ class _Averages:
         if cosine is not None:
             self.cosine = ema(self.cosine, cosine, DECAY)
 
-    def judge(self, others: Collection[float]) -> None:
-        """Count a round; `others` are the averaged cosines of the other islands in it."""
+    def judge(self, cosines: Sequence[float]) -> None:
+        """Count a round; `cosines` are the averaged ones of all islands in it, sorted."""
         self.long = self.long + 1 if self.norm_ratio is not None and self.norm_ratio > NORM_RATIO_MAX else 0
-        self.others = median(others) if others else 0.0
+        self.others = _median_of_others(cosines, self.cosine)
         apart = self.cosine is not None and self.cosine < COSINE_MIN and self.others > 0
         self.apart = self.apart + 1 if apart else 0
+
+
+def _median_of_others(ordered: Sequence[float], own: float | None) -> float:
+    """Return the median of sorted numbers without `own`, which is one of them unless it is None; 0 for none."""
+    count, skipped = len(ordered), len(ordered)
+    if own is not None:
+        count, skipped = count - 1, bisect_left(ordered, own)
+    if not count:
+        return 0.0
+    # The two middle numbers of those that are left; they are the same one if their number is odd.
+    low, high = [ordered[at + (at >= skipped)] for at in ((count - 1) // 2, count // 2)]
+    return low if low == high else (low + high) / 2
 
 
 class DriftWatch:
@@ -74,9 +86,10 @@ class DriftWatch:
         # Of two contributions that differ, nobody can tell which one is odd.
         if len(drifts) < VOTERS_MIN:
             return
-        for name in drifts:
-            cosines = [self._averages[other].cosine for other in drifts if other != name]
-            self._averages[name].judge([each for each in cosines if each is not None])
+        averages = [self._averages[name] for name in drifts]
+        cosines = sorted([each.cosine for each in averages if each.cosine is not None])
+        for each in averages:
+            each.judge(cosines)
 
     def of(self, learner_id: str) -> MeanDrift:
         """Return the averages of an island."""

@@ -52,11 +52,14 @@ class IslandFacts:
     def of(cls, row: Mapping[str, Any]) -> IslandFacts:
         """Return the facts of an entry of `learners`; a summary calls the steps `local_steps`."""
         known = {"local_step": row.get("local_steps"), **row}
-        return cls(**{each.name: known[each.name] for each in fields(cls) if each.name in known})
+        return cls(**{name: known[name] for name in _ISLAND_NAMES if name in known})
 
     def measured(self, name: str) -> float | None:
         """Return the newest value that the island measured under this name; None if it has none."""
         return self.metrics.get(name)
+
+
+_ISLAND_NAMES = tuple(each.name for each in fields(IslandFacts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,9 +56,18 @@ def finite(value: Any) -> Any:
     return value
 
 
+def strict_json(value: Any, **options: Any) -> str:
+    """Return `value` as strict JSON; non-finite numbers become null. The options are those of `json.dumps`."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    # Non-finite numbers, and mappings other than dict, are rare: the common case needs no walk through the value.
+    except (TypeError, ValueError):
+        return json.dumps(finite(value), allow_nan=False, **options)
+
+
 def write_json(path: str | os.PathLike[str], obj: Any) -> None:
     """Replace a JSON file at once: readers see the old or the new content. Non-finite numbers become null."""
-    replace_text(path, json.dumps(finite(obj), allow_nan=False, indent=2) + "\n")
+    replace_text(path, strict_json(obj, indent=2) + "\n")
 
 
 def read_object(path: Path, *keys: str) -> dict[str, Any]:
@@ -119,12 +128,7 @@ class Telemetry:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record of plain Python values; it reaches the disk with the next `flush`."""
-        try:
-            line = json.dumps(record, allow_nan=False, separators=(",", ":"))
-        # This is rare, so the common case needs no walk through the record.
-        except ValueError:
-            line = json.dumps(finite(record), allow_nan=False, separators=(",", ":"))
-        self._waiting.append(line)
+        self._waiting.append(strict_json(record, separators=(",", ":")))
         if len(self._waiting) % FLUSH_EVERY == 0:
             self.flush()
         if self._outlets is not None:

@@ -1,6 +1,5 @@
 """The reports of a syncer about its run: telemetry, log, status and alarms."""
 
-import json
 import logging
 import os
 import platform
@@ -32,7 +31,7 @@ from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.liveness import BEGIN_S, machine_number, read_restart
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import compose_status, upcoming
-from diloco_jax.runtime.records.telemetry import Telemetry, finite, replace_text
+from diloco_jax.runtime.records.telemetry import Telemetry, replace_text, strict_json
 from diloco_jax.runtime.syncer.band import Band, Point
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND
 from diloco_jax.runtime.syncer.context import SyncerContext
@@ -325,7 +324,7 @@ class Watch:
             upcoming=self._upcoming(),
         )
         # With indentation, json is several times slower, because its C encoder does not know it.
-        text = json.dumps(finite(status), allow_nan=False)
+        text = strict_json(status)
         if self._listener is not None:
             self._listener.status_json = text
         self.exposed.tell(status, now_s)

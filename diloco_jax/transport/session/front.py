@@ -228,10 +228,38 @@ class Front:
                 REFUSALS.ended(name)
 
     async def _pump(self, source: socket.socket, target: socket.socket) -> None:
-        while piece := await self._loop.sock_recv(source, PIECE_BYTES):
-            await self._loop.sock_sendall(target, piece)
+        while unsent := await self._pump_until_full(source, target):
+            await self._loop.sock_sendall(target, unsent)
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
+
+    async def _pump_until_full(self, source: socket.socket, target: socket.socket) -> bytes:
+        """Forward bytes while the target takes all of them; return those that it did not take, b"" at the end."""
+        unsent: asyncio.Future[bytes] = self._loop.create_future()
+
+        # Every control message comes through here, so one callback stays registered and no coroutine wakes up.
+        def forward() -> None:
+            if unsent.done():
+                return
+            piece, sent = b"", 0
+            try:
+                piece = source.recv(PIECE_BYTES)
+                sent = target.send(piece) if piece else 0
+            except BlockingIOError:
+                # Without a piece it was the source that had nothing.
+                if not piece:
+                    return
+            except OSError as error:
+                unsent.set_exception(error)
+                return
+            if sent < len(piece) or not piece:
+                unsent.set_result(piece[sent:])
+
+        self._loop.add_reader(source, forward)
+        try:
+            return await unsent
+        finally:
+            self._loop.remove_reader(source)
 
 
 def _name_of(stream: socket.socket) -> str:

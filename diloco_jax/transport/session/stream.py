@@ -2,15 +2,15 @@
 
 One stream carries the control lane. The others, the stripes, share the bulk lane: the next free stripe takes the next
 chunk. `send` fills an outbox per lane. Each stream has a writer thread that empties the outbox and a reader thread that
-fills the inbox. A stream ends with a Goodbye frame. The whole session fails when a stream ends without one, or when
-anything else is wrong.
+fills the inbox. The sender of a small payload writes it itself if no writer has anything to do. A stream ends with a
+Goodbye frame. The whole session fails when a stream ends without one, or when anything else is wrong.
 """
 
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import grpc
 
@@ -31,6 +31,10 @@ DENIALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, g
 # A failed session has this long to tell the peer why, before its streams are cut.
 LINGER_S = 1.0
 CONTROL = (pb.LANE_CONTROL, 0)
+# A payload up to this size may be sent on the thread of its sender, which it does not keep for long.
+AT_ONCE_BYTES_MAX = 1 << 16
+
+ResultT = TypeVar("ResultT")
 
 
 class Outgoing(NamedTuple):
@@ -48,6 +52,8 @@ class Outbox:
         self._messages_max = messages_max
         self._changed = threading.Condition()
         self._waiting: deque[Outgoing] = deque()
+        # Whether a writer waits for the next item.
+        self._awaited = False
         self._closed = False
         # Called when a writer has taken an item.
         self.on_take: Callable[[], object] = lambda: None
@@ -71,11 +77,20 @@ class Outbox:
             TimeoutError: No item came within `timeout_s` seconds.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s):
-                raise TimeoutError
+            self._awaited = True
+            try:
+                if not self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s):
+                    raise TimeoutError
+            finally:
+                self._awaited = False
             item = self._waiting.popleft() if self._waiting else None
         self.on_take()
         return item
+
+    def pass_by(self, count: Callable[[], ResultT]) -> ResultT | None:
+        """Call `count` while a writer waits and nothing else does, and return its result; else None."""
+        with self._changed:
+            return count() if self._awaited and not self._waiting and not self._closed else None
 
     @property
     def cuts(self) -> int:
@@ -95,15 +110,25 @@ class Outbox:
 
 
 class Pieces:
-    """The bulk lane's outbox as pieces of frames, in order; a free writer takes the next one."""
+    """The bulk lane's outbox as pieces of frames, in order; a free writer takes the next one.
 
-    def __init__(self, outbox: Outbox, chunk_bytes: int) -> None:
+    To wake a writer takes longer than to send a few bytes. So a small message that finds all writers waiting does not
+    go through the outbox: its sender takes the only piece of it (`take_only`), and writes it.
+
+    Args:
+        writers: The number of threads that take pieces.
+    """
+
+    def __init__(self, outbox: Outbox, chunk_bytes: int, writers: int = 1) -> None:
         # Ranges of coming payloads that the peer has already.
         self.held = PeerHoldings()
         self._outbox = outbox
         self._chunk_bytes = chunk_bytes
         # The owner holds the lock while it waits for a message, because other writers have nothing to do then.
         self._lock = threading.Lock()
+        # Writers that have no piece in hand.
+        self._counting = threading.Lock()
+        self._free, self._writers = 0, writers
         self._number = 0
         self._current: Iterator[wire.BulkPiece] = iter(())
 
@@ -113,7 +138,9 @@ class Pieces:
         Raises:
             TimeoutError: No piece came within `timeout_s` seconds.
         """
+        self._count_free(1)
         if not self._lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            self._count_free(-1)
             raise TimeoutError
         try:
             while not self._outbox.cut:
@@ -131,7 +158,32 @@ class Pieces:
             self._current = iter(())
             return None
         finally:
+            # Before another writer can wait for the next message, this one has a piece.
+            self._count_free(-1)
             self._lock.release()
+
+    def _count_free(self, change: int) -> None:
+        with self._counting:
+            self._free += change
+
+    def take_only(self, item: Outgoing) -> wire.BulkPiece | None:
+        """Return the piece of a message that needs one; None if a writer has to send the message, after others.
+
+        No connection may carry this piece before one of an earlier message: that one could wait behind it forever.
+        """
+        if sum(part.nbytes for part in item.parts) > min(AT_ONCE_BYTES_MAX, self._chunk_bytes):
+            return None
+        number = self._outbox.pass_by(self._count_message)
+        if not number:
+            return None
+        return next(wire.pieces(number, item.body, item.parts, self._chunk_bytes))
+
+    def _count_message(self) -> int:
+        """Return the number of a message that no writer sends; 0 if a writer still sends an earlier one."""
+        if self._free < self._writers:
+            return 0
+        self._number += 1
+        return self._number
 
     def _cut(self, item: Outgoing) -> Iterator[wire.BulkPiece]:
         size = sum(part.nbytes for part in item.parts)
@@ -160,6 +212,8 @@ class Lane:
         self.cancel: Callable[[], object] | None = None
         # Ends the reading of a connection beside gRPC, so that its half of a payload can be kept at once.
         self.stop_reading: Callable[[], object] = lambda: None
+        # Sends a small message on the caller's thread; False if it has to go through the outbox.
+        self.send_at_once: Callable[[Outgoing], bool] = lambda _: False
         self.ready = False
         self.said_goodbye = False
         self.written = threading.Event()
@@ -203,7 +257,7 @@ class StreamSession(Session):
         outboxes = {True: Outbox(config.queue_payloads_max), False: Outbox(config.queue_messages_max)}
         self._outboxes = outboxes  # is_bulk -> outbox
         outboxes[True].on_take = self._on_take
-        self.pieces = Pieces(outboxes[True], config.chunk_bytes)
+        self.pieces = Pieces(outboxes[True], config.chunk_bytes, header.stripes)
         self.assembly = Assembly(config.payload_bytes_max, partials)
         streams = [(pb.LANE_BULK, stripe) for stripe in range(header.stripes)]
         self.lanes = {
@@ -216,6 +270,7 @@ class StreamSession(Session):
             for lane, stripe in [CONTROL, *streams]
         }
         self.control = self.lanes[CONTROL]
+        self._first_stripe = self.lanes[pb.LANE_BULK, 0]
         # "refused" if the other side does not take us, "denied" if our token or certificate does not allow it.
         self.refused: Literal["", "refused", "denied"] = ""
         self._lock = threading.Lock()
@@ -264,7 +319,8 @@ class StreamSession(Session):
     def send(self, message: Message | Command | Reply, parts: tuple[memoryview, ...]) -> None:
         """Queue a message; LinkClosed if the session is over, or its queue is full, which ends it."""
         bulk = is_bulk(message)
-        if self._outboxes[bulk].put(Outgoing(wire.pack_body(message), parts, isinstance(message, CutFragment))):
+        item = Outgoing(wire.pack_body(message), parts, isinstance(message, CutFragment))
+        if (bulk and self._first_stripe.send_at_once(item)) or self._outboxes[bulk].put(item):
             return
         lane = "bulk" if bulk else "control"
         self.fail(f"the {lane} queue to {self.peer!r} is full: it does not read what it is sent")

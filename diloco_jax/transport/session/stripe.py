@@ -18,7 +18,7 @@ from diloco_jax.transport.connection import Connection
 from diloco_jax.transport.link import TransportConfig, TransportError
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.sessions import Refused
-from diloco_jax.transport.session.stream import LINGER_S, Lane, StreamSession
+from diloco_jax.transport.session.stream import LINGER_S, Lane, Outgoing, StreamSession
 from diloco_jax.transport.trust.security import BULK_PROTOCOL, dial_listener
 
 # No HTTP/2 client and no TLS client starts like this.
@@ -46,12 +46,14 @@ class Stripe:
         self._connection = connection
         self._control = control
         self._prefix = memoryview(bytearray(wire.PREFIX_BYTES))
+        # Held while a frame is written; also at the end, so that nobody writes to a descriptor that is free.
+        self._turn = threading.Lock()
         self._lock = threading.Lock()
         self._threads = 2
         self._read_all = threading.Event()
         # Set when both threads are done and the descriptor is free.
         self.ended = threading.Event()
-        lane.stop_reading = connection.stop_reading
+        lane.stop_reading, lane.send_at_once = connection.stop_reading, self.send_at_once
         # The session may have ended before it could cut this connection.
         if not session.open:
             connection.stop_reading()
@@ -84,7 +86,7 @@ class Stripe:
 
     def _write(self, opens: bool) -> None:
         """Send the lane's pieces until its outbox is closed."""
-        session, lane = self._session, self._lane
+        lane = self._lane
         try:
             if opens:
                 self._send(wire.ready_head())
@@ -96,13 +98,49 @@ class Stripe:
             self._connection.finish()
         # A writer that ended silently would leave a session that never ends.
         except Exception as error:
-            # The peer may have sent its reason before it closed the connection; the reader finds it.
-            self._read_all.wait(LINGER_S)
-            if not lane.said_goodbye:
-                session.fail_lost(lane, error)
+            self._fail_to_write(error)
         finally:
             lane.written.set()
             self._leave()
+
+    def _fail_to_write(self, error: Exception) -> None:
+        # The peer may have sent its reason before it closed the connection; the reader finds it.
+        self._read_all.wait(LINGER_S)
+        if not self._lane.said_goodbye:
+            self._session.fail_lost(self._lane, error)
+
+    def send_at_once(self, item: Outgoing) -> bool:
+        """Send a small message on this thread without a wait; False if it has to go through the outbox."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        rest: list[memoryview] = []
+        try:
+            piece = None if self.ended.is_set() else self._session.pieces.take_only(item)
+            if piece is None:
+                return False
+            rest = self._frame(wire.piece_head(piece), piece.views)
+            # The thread for the rest finds the error again, and has the time to look for the peer's reason.
+            with contextlib.suppress(OSError):
+                rest = self._connection.send_at_once(rest)
+            return True
+        finally:
+            if rest:
+                title = f"{self._lane.title}-{self._session.peer}"
+                thread = threading.Thread(
+                    target=self._send_rest, args=(rest,), name=f"diloco-rest-{title}", daemon=True
+                )
+                thread.start()
+            else:
+                self._turn.release()
+
+    def _send_rest(self, rest: list[memoryview]) -> None:
+        """Send what the connection did not take at once, in this stripe's turn."""
+        try:
+            self._connection.send(rest)
+        except Exception as error:
+            self._fail_to_write(error)
+        finally:
+            self._turn.release()
 
     def _take(self) -> tuple[bytes, Sequence[memoryview]] | None:
         try:
@@ -112,9 +150,14 @@ class Stripe:
         return None if piece is None else (wire.piece_head(piece), piece.views)
 
     def _send(self, head: bytes, views: Sequence[memoryview] = ()) -> None:
+        frame = self._frame(head, views)
+        with self._turn:
+            self._connection.send(frame)
+
+    def _frame(self, head: bytes, views: Sequence[memoryview]) -> list[memoryview]:
         frame = wire.bulk_frame(head, views, checked=not self._connection.encrypted)
-        self._connection.send(frame)
         self._session.inbox.count(sent_bytes=sum(part.nbytes for part in frame))
+        return frame
 
     def _read(self) -> None:
         session, lane = self._session, self._lane
@@ -180,8 +223,9 @@ class Stripe:
             self._threads -= 1
             if self._threads:
                 return
-        self._connection.close()
-        self.ended.set()
+        with self._turn:
+            self._connection.close()
+            self.ended.set()
 
 
 def open_stripe(
