@@ -27,6 +27,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 OPEN = ""
 # Entries in the fingerprints of older releases that decide nothing any more. Tapes still have them.
 OBSOLETE = frozenset({"shards"})
+# The entry with the digest of the frozen weights below adapters.
+BASE_WEIGHTS = "base weights"
 
 
 def difference(
@@ -43,6 +45,16 @@ def difference(
     named = sorted((mine.keys() | other.keys()) - OBSOLETE)
     unequal = (what for what in named if mine.get(what) != other.get(what))
     return next((what for what in unequal if OPEN not in (mine.get(what), other.get(what)) or what not in other), "")
+
+
+def agreement(what: str) -> str:
+    """Return what to do if this entry differs between a learner and the syncer."""
+    if what == BASE_WEIGHTS:
+        return (
+            "let model.weights name a folder of the same model on every island; if the first one had the wrong model, "
+            "start the run again with another --run-dir"
+        )
+    return "start both from the same config, on the same data"
 
 
 def other_run(learner_id: str, theirs: str, ours: str, why: str = "") -> str:
@@ -85,6 +97,11 @@ class Membership:
         # Id of the run; "" if an older release started it.
         self.run = ""
         self.bans = Bans()
+
+    @property
+    def expected(self) -> dict[str, str]:
+        """Return the fingerprint that greeting learners must match; OPEN where the first learner will determine it."""
+        return {**self._fingerprint, **self.agreed}
 
     def expect(self, what: str, value: str) -> None:
         """Replace the expected value of one entry of the fingerprint, which greeting learners must match."""
@@ -142,12 +159,8 @@ class Membership:
         told += [(what, OPEN) for what in OF_DATA if hello.corpus and what in self._fingerprint]
         if what := difference(self._fingerprint, told, self.agreed):
             whose = "the first learner of the run" if what in self.agreed else "the syncer"
-            value = {**self._fingerprint, **self.agreed}.get(what, "absent")
-            their_value = dict(hello.fingerprint).get(what, "absent")
-            return (
-                f"{what} differs: {whose} has {value}, {hello.learner_id} has {their_value}; "
-                "start both from the same config, on the same data"
-            )
+            value, their_value = self.expected.get(what, "absent"), dict(hello.fingerprint).get(what, "absent")
+            return f"{what} differs: {whose} has {value}, {hello.learner_id} has {their_value}; {agreement(what)}"
         if known is not None and hello.incarnation == known.incarnation and corpus_of(hello) != known.corpus:
             return (
                 f"{hello.learner_id} greeted with the corpus {hello.corpus!r}, and before with {known.corpus!r}; start "

@@ -6,6 +6,7 @@ from hashlib import blake2s
 from typing import Any
 
 from diloco_jax.protocol.corpora import SEPARATE, OwnCorpus
+from diloco_jax.protocol.membership import BASE_WEIGHTS
 from diloco_jax.protocol.syncer.progress import GLOBAL_STEPS
 from diloco_jax.protocol.syncer.subscribers import MODEL_LAYOUT
 from diloco_jax.settings.run import RunConfig
@@ -40,7 +41,7 @@ def fingerprint(config: RunConfig, plan_fingerprint: str, corpus: str, base: str
         "corpus": separate if config.data.corpus else corpus,
     }
     if config.model.lora.rank:
-        pairs |= {"adapters": json.dumps(asdict(config.model.lora), sort_keys=True), "base weights": base}
+        pairs |= {"adapters": json.dumps(asdict(config.model.lora), sort_keys=True), BASE_WEIGHTS: base}
     return tuple(sorted(pairs.items()))
 
 

@@ -4,6 +4,7 @@ They are neither exchanged nor saved. A digest of the values lets the syncer ref
 """
 
 import hashlib
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from diloco_jax.training.state import Variables
 
 # Bytes that are hashed at a time.
 HASH_BYTES = 1 << 24
+# Characters of a digest that are compared and shown.
+DIGITS = 32
 
 
 class Base(NamedTuple):
@@ -31,21 +34,34 @@ def read_base(blueprint: Blueprint) -> Base:
     Raises:
       ValueError: the folder is damaged, or belongs to another model.
     """
-    model = blueprint.model_config
+    hashed = hashlib.sha256()
+    values = {
+        name: put_array(stored, blueprint.frozen[name].sharding) for name, stored in _read(blueprint, hashed.update)
+    }
+    return Base(values, hashed.hexdigest()[:DIGITS] if values else "")
+
+
+def base_digest(blueprint: Blueprint) -> str:
+    """Return the digest of the frozen variables with the memory of one tensor; raises as `read_base`."""
+    hashed = hashlib.sha256()
+    count = sum(1 for _ in _read(blueprint, hashed.update))
+    return hashed.hexdigest()[:DIGITS] if count else ""
+
+
+def _read(blueprint: Blueprint, update: Callable[[memoryview], object]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the frozen variables as the model stores them; `update` gets all their bytes."""
     if not blueprint.frozen:
-        return Base({}, "")
+        return
     # The table of public families takes long to read, and only a model with frozen variables needs it.
     from diloco_jax.training.convert.weights import Weights
 
-    values: Variables = {}
-    hashed = hashlib.sha256()
+    model = blueprint.model_config
     for path, value in Weights(model.weights).read(model):
         for name, stored in _as_stored(path, value, blueprint).items():
             flat = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
             for start in range(0, flat.size, HASH_BYTES):
-                hashed.update(flat[start : start + HASH_BYTES].data)
-            values[name] = put_array(stored, blueprint.frozen[name].sharding)
-    return Base(values, hashed.hexdigest()[:32])
+                update(flat[start : start + HASH_BYTES].data)
+            yield name, stored
 
 
 def _as_stored(path: str, value: np.ndarray, blueprint: Blueprint) -> dict[str, np.ndarray]:

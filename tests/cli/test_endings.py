@@ -50,6 +50,10 @@ SUMMARY: dict[str, Any] = {
             "complete: evaluation loss 2.5000 after 300 global steps and 126,976 tokens in 10 s",
         ),
         (
+            {"epoch": 2},
+            "stopped after 31 of 300 global steps and 126,976 tokens in 10 s with pauses, before the first evaluation",
+        ),
+        (
             {"complete": True, "evaluated": True},
             "complete: evaluation loss not finite after 31 global steps and 126,976 tokens in 10 s",
         ),

@@ -22,7 +22,7 @@ from diloco_jax.protocol.watch.alarms import (
     alarms_of,
     starving,
 )
-from diloco_jax.protocol.watch.signs import REPORTS_MIN, WAY_FACTOR, Losses
+from diloco_jax.protocol.watch.signs import REPORTS_MIN, STEPS_MIN, WAY_FACTOR, Losses
 from diloco_jax.protocol.watch.stats import RunStats
 from diloco_jax.protocol.watch.terms import CONDITIONS
 from diloco_jax.sim.cluster import Cluster
@@ -68,8 +68,8 @@ def test_a_jump_is_over_when_the_loss_is_back_or_the_new_one_is_usual() -> None:
     assert reported(jumped) and not reported([*jumped, *curve[-30:]]) and not reported([*jumped, *[5.0] * 300])
 
 
-def two_islands() -> tuple[Syncer, RunStats]:
-    syncer = new(quorum=2, overlap_steps=2)
+def two_islands(quorum: int = 2) -> tuple[Syncer, RunStats]:
+    syncer = new(quorum=quorum, overlap_steps=2)
     stats = RunStats(("a", "b"), 100, syncer)
     for name in ("a", "b"):
         syncer.on_message(hello(name), 0.0)
@@ -100,7 +100,7 @@ def test_a_value_that_never_comes_is_a_slow_link_too() -> None:
 
 def test_conditions_of_islands_are_alarms() -> None:
     assert {*CONDITIONS} - {*REMEDIES} == {"joining", "recovering", "training", "evaluating", "left", "banned"}
-    syncer, stats = two_islands()
+    syncer, stats = two_islands(quorum=1)
     syncer.on_disconnect("a", 1, "no connection", 2.0)
     stats.losses.on_report(report("b", 3)._replace(loss=nan))
     first, second = alarms_of(syncer, stats, 3.0)
@@ -109,8 +109,19 @@ def test_conditions_of_islands_are_alarms() -> None:
     assert first.as_dict() == {**first._asdict(), "remedy": REMEDIES["gone"]}
 
 
-def test_islands_beyond_those_that_the_run_needs_may_be_away() -> None:
+def test_a_quorum_that_is_away_is_not_blamed_on_the_syncer() -> None:
     syncer, stats = two_islands()
+    syncer.on_disconnect("a", 1, "no connection", 2.0)
+    for step in range(3, 3 + 10 * STEPS_MIN):
+        stats.on_report(report("b", step)._replace(step_s=1.0), float(step))
+    found = [alarm for alarm in alarms_of(syncer, stats, 200.0) if not alarm.who]
+    assert found == [Alarm("quorum", "", "1 island is connected, fewer than protocol.quorum (2), so no round closes")]
+    syncer.on_message(hello("a", 2), 201.0)
+    assert [alarm for alarm in alarms_of(syncer, stats, 201.0) if not alarm.who] == []
+
+
+def test_islands_beyond_those_that_the_run_needs_may_be_away() -> None:
+    syncer, stats = two_islands(quorum=1)
     stats.least = 1
     syncer.on_disconnect("a", 1, "no connection", 2.0)
     assert alarms_of(syncer, stats, 3.0) == []

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT
-from diloco_jax.protocol.membership import OPEN, Membership
+from diloco_jax.protocol.membership import BASE_WEIGHTS, OPEN, Membership
 from diloco_jax.protocol.messages import Hello
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
@@ -96,6 +96,16 @@ def test_what_the_syncer_does_not_know_the_first_learner_says() -> None:
     assert "corpus differs: the first learner of the run has 9 tokens, c has 8 tokens" in refusal
     assert "the same config, on the same data" in refusal
     assert "corpus differs" in members.refusal(hello("d"), EPOCH, 0), "one that says nothing"
+
+
+def test_another_base_names_the_folder_of_the_model() -> None:
+    members = Membership((*FINGERPRINT, (BASE_WEIGHTS, OPEN)), 2, 8)
+    assert members.expected[BASE_WEIGHTS] == OPEN
+    members.join(hello("a", **{BASE_WEIGHTS: "11"}), 0.0)
+    assert members.expected == {**dict(FINGERPRINT), BASE_WEIGHTS: "11"}
+    refusal = members.refusal(hello("b", **{BASE_WEIGHTS: "22"}), EPOCH, 0)
+    assert refusal.startswith("base weights differs: the first learner of the run has 11, b has 22; let model.weights")
+    assert "another --run-dir" in refusal and "same config" not in refusal
 
 
 def test_what_the_first_learner_said_outlives_the_syncer() -> None:

@@ -26,6 +26,7 @@ REMEDIES = {
     "gone": "look at its machine and its log; if nothing restarts it there, start it again with the same command: it "
     "may come back under its name at any time",
     "missing": "look at the queue and the machines of the islands that are away, or lower islands.least",
+    "quorum": "start the islands that are away, or lower protocol.quorum",
     "expelled": "lower its learning rate or change its hardware, then start it again",
     "striking": "values that are not usable come from NaN or a high learning rate; look at its loss and its log",
     "unmerged": "check its link (`diloco doctor`); a larger protocol.overlap_steps gives it more time",
@@ -60,6 +61,7 @@ PAST = {
     "silent": "{who} was silent",
     "gone": "{who} was disconnected",
     "missing": "fewer islands were connected than the run needs",
+    "quorum": "fewer islands were connected than a round needs",
     "expelled": "{who} was expelled",
     "striking": "{who} sent values that were not usable",
     "unmerged": "{who} had no share in rounds",
@@ -87,7 +89,7 @@ CALM = 5.0
 # Before alarms of these kinds, gaps shorter than CALM count as part of the trouble: a link may break again and again.
 FLAPPING = ("gone",)
 # By kind: seconds before an alarm is raised. A shorter trouble is harmless, or belongs to a restart of the syncer.
-HOLDS = {"gone": 5.0, "missing": 600.0, "slow": 10.0, "starved": 10.0, "link": 3.0, "few": 5.0}
+HOLDS = {"gone": 5.0, "missing": 600.0, "quorum": 60.0, "slow": 10.0, "starved": 10.0, "link": 3.0, "few": 5.0}
 
 
 class Alarm(NamedTuple):
@@ -118,10 +120,12 @@ def alarms_of(syncer: Syncer, stats: RunStats, now_s: float) -> list[Alarm]:
     stats.links.look(syncer, now_s)
     median_s = syncer.membership.median_step_s()
     alarms = [Alarm("outrun", "", stats.outrun)] if stats.outrun else []
-    connected, least = len(syncer.membership.connected()), stats.least
+    connected, least, quorum = len(syncer.membership.connected()), stats.least, syncer.config.quorum
+    few = f"{connected} island{' is' if connected == 1 else 's are'} connected, fewer than"
     if connected < least:
-        few = f"{connected} island{' is' if connected == 1 else 's are'} connected"
-        alarms.append(Alarm("missing", "", f"{few}, fewer than islands.least ({least})"))
+        alarms.append(Alarm("missing", "", f"{few} islands.least ({least})"))
+    if 0 < connected < quorum:
+        alarms.append(Alarm("quorum", "", f"{few} protocol.quorum ({quorum}), so no round closes"))
     for condition in conditions(syncer, now_s):
         name = condition.learner_id
         # An island beyond those that the run needs may lose its machine at any time.

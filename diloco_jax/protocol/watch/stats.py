@@ -127,7 +127,9 @@ class RunStats:
         stats = self._learners.setdefault(report.learner_id, LearnerStats())
         busy_s = report.step_s
         known = stats.last_step if report.incarnation == stats.incarnation else 0
-        if not self._syncer.rounds.awaits_starters:
+        # Rounds that wait for an island on purpose say nothing about the syncer.
+        enough = len(self._syncer.membership.connected()) >= self._syncer.config.quorum
+        if enough and not self._syncer.rounds.awaits_starters:
             made = report.local_step - known
             self._outrun.on_steps(report.learner_id, made, self._syncer.global_step, report.step_s)
         self.losses.on_report(report)
@@ -288,6 +290,7 @@ class RunStats:
             "tokens": self.tokens,
             "merged_tokens": self._syncer.progress.merged_tokens,
             "wall_s": round(now_s, 3),
+            "epoch": self._syncer.epoch,
             "global_steps": self._syncer.global_step,
             "goodput": round(goodput_of(busy_s - waited_s, max(1, len(self._names)) * window_s), 4),
             WAITING: round(waited_s / max(busy_s, 1e-9), 4),

@@ -4,7 +4,7 @@ import logging
 import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,8 +36,8 @@ class SyncerStart(NamedTuple):
     mode: str
     epoch: int
     stop: threading.Event
-    # Learners must agree on it.
-    fingerprint: tuple[tuple[str, str], ...]
+    # Returns what learners must agree on; any thread may call it.
+    expected: Callable[[], Mapping[str, str]]
     # A loop of a user asks for this before it joins.
     description: Description
     # The number of each island that asks for it, by name.
@@ -90,7 +90,7 @@ def open_listener(config: RunConfig, run_dir: Path, start: SyncerStart) -> Liste
     if not file.exists() or file.read_text(encoding="utf-8") != listener.address:
         file.write_text(listener.address, encoding="utf-8")
     log.info(f"listening at {listener.address}")
-    listener.announce(dict(start.fingerprint), start.description, start.number_of)
+    listener.announce(start.expected, start.description, start.number_of)
     return listener
 
 

@@ -454,7 +454,7 @@ class SyncerRun:
             # A standby that takes over must give every island the number that it has.
             numbers = IslandNumbers(run_dir / ISLANDS_FILE, config.islands.names, lambda: copy_files(copy, run_dir))
             description = self._description._replace(began_unix_s=clock.began_unix_s)
-            about = self._fingerprint, description, numbers.number_of, machine.run
+            about = (lambda: machine.membership.expected), description, numbers.number_of, machine.run
             start = SyncerStart(mode, machine.epoch, stop, *about, leading)
             self._free_port()
             listener = open_listener(config, run_dir, start)

@@ -146,7 +146,7 @@ def listening(config: RunConfig) -> Iterator[str]:
     listener = listen(config.transport, run_id=config.name)
     try:
         listener.stop_admitting()
-        listener.desk.settings = settings
+        listener.desk.settings = lambda: settings
         yield listener.address
     finally:
         listener.close(0.0)

@@ -4,11 +4,12 @@ import datetime
 import ipaddress
 import math
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from diloco_jax.protocol.membership import OPEN
+from diloco_jax.protocol.membership import BASE_WEIGHTS, OPEN, agreement
 from diloco_jax.protocol.messages import SYNCER
 from diloco_jax.runtime.local.check_input import check_listens
 from diloco_jax.settings.run import RunConfig
@@ -16,6 +17,8 @@ from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.budget.needs import LinkNeeds
 from diloco_jax.tools.doctor.machine import Check, ProcessPart, Status, check_windows, mbit, of_error
 from diloco_jax.tools.doctor.probing import Greeting, Rate, greet, measure
+from diloco_jax.training.base import base_digest
+from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.transport.endpoints.probe import RUN_BYTES_MAX, versions
 from diloco_jax.transport.link import TransportConfig, TransportError, split_address
 from diloco_jax.transport.trust.security import credentials, diagnose, is_loopback, valid_until
@@ -68,6 +71,7 @@ def check_link(config: RunConfig, side: Side, part: ProcessPart, seconds: float)
         # Measurements would disturb another run.
         return checks
     checks += check_settings(part.settings, greeting.settings)
+    checks += check_base(part.adapted, greeting.settings)
     checks += [check_clock(greeting), check_versions(versions(), greeting.versions)]
     return checks + check_throughput(config, side, greeting, part.links, seconds)
 
@@ -190,16 +194,42 @@ def check_run(config: RunConfig, side: Side, greeting: Greeting) -> Check:
 
 def check_settings(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[Check]:
     """Compare the settings that learners and syncer must agree on; none if a side does not know its own yet."""
-    differ = [name for name in ours if theirs.get(name) != ours[name] and OPEN not in (ours[name], theirs.get(name))]
+    known = {name: value for name, value in ours.items() if OPEN not in (value, theirs.get(name))}
+    differ = [name for name, value in known.items() if theirs.get(name) != value]
     if not (ours and theirs):
         return []
     if not differ:
-        return [Check("settings", "ok", f"all {len(ours)} settings that must agree do agree")]
+        return [Check("settings", "ok", f"all {len(known)} settings that both sides know agree")]
     first = differ[0]
     here, there = _short(ours[first]), _short(theirs.get(first, "none"))
     found = f"{', '.join(differ)} differ; {first} is {here} here, {there} there"
     fix = "start both sides from one config file with the same data; otherwise the syncer refuses this learner"
     return [Check("settings", "fail", found, fix)]
+
+
+def check_base(adapted: Blueprint | None, theirs: Mapping[str, str]) -> list[Check]:
+    """Compare the frozen weights below an island's adapters with those of the run, as the syncer will.
+
+    Args:
+        adapted: shapes of the island's model; None for a process that reads no frozen weights.
+        theirs: the settings of the run.
+    """
+    if adapted is None or BASE_WEIGHTS not in theirs:
+        return []
+    there, folder = theirs[BASE_WEIGHTS], adapted.model_config.weights
+    if there == OPEN:
+        found = f"no island has joined with its weights yet, so those in {folder} are not compared"
+        return [Check(BASE_WEIGHTS, "ok", found)]
+    began_s = time.monotonic()
+    try:
+        here = base_digest(adapted)
+    except (ValueError, OSError) as error:
+        return [of_error(BASE_WEIGHTS, error)]
+    found = f"read from {folder} in {_seconds(time.monotonic() - began_s)}"
+    if here == there:
+        return [Check(BASE_WEIGHTS, "ok", f"the same as those of the first island; {found}")]
+    found = f"differ: the first learner of the run has {there}, this island has {here}, {found}"
+    return [Check(BASE_WEIGHTS, "fail", found, agreement(BASE_WEIGHTS))]
 
 
 def _short(text: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from diloco_jax.protocol.corpora import SEPARATE
 from diloco_jax.runtime.local import check_input, machine
 from diloco_jax.runtime.local.machine import chip_of, count_of
 from diloco_jax.runtime.model.arithmetic import make_setup
@@ -18,6 +19,7 @@ from diloco_jax.settings.slices import Topology
 from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.budget.memory import num_parameters
 from diloco_jax.tools.budget.needs import IslandKind, LinkNeeds, outline, outlines, syncer_needs
+from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.corpus import load_source
 from diloco_jax.training.data.order import eval_batches
 
@@ -248,6 +250,8 @@ class ProcessPart(NamedTuple):
     parameters: int | None
     # The settings that learners and syncer must share.
     settings: Mapping[str, str]
+    # The shapes of its model, for an island with frozen weights below adapters; else None.
+    adapted: Blueprint | None
     # The traffic of one learner.
     links: LinkNeeds | None
     # Estimated memory of this process on its machine.
@@ -259,15 +263,18 @@ class ProcessPart(NamedTuple):
 def part_of(config: RunConfig, island: str = "") -> ProcessPart:
     """Return the part of an island's process, by default the syncer's; ValueError if the model cannot be loaded."""
     if config.model.own:
-        return ProcessPart(None, {}, None, None, None)
+        return ProcessPart(None, {}, None, None, None, None)
     planned = outline(config, IslandKind(config.island(island), (island,), config.islands.slices))
-    settings = dict(planned.run.fingerprint(_corpus(config)))
+    agreed = planned.run.fingerprint(_corpus(config))
+    # A separate corpus is compared only with those of its name.
+    settings = {what: value for what, value in agreed if not value.startswith(SEPARATE)}
     # Only the syncer runs the user's outer optimizer and evaluation.
     if not island:
         make_setup(planned.run)
         Scorer(config.evaluation)
     own = (planned.needs.host, planned.needs.disk_bytes) if island else syncer_needs(planned.run)
-    return ProcessPart(num_parameters(planned.blueprint), settings, planned.links, sum(own[0]), own[1])
+    adapted = planned.blueprint if island and planned.blueprint.frozen else None
+    return ProcessPart(num_parameters(planned.blueprint), settings, adapted, planned.links, sum(own[0]), own[1])
 
 
 def _corpus(config: RunConfig) -> str:

@@ -24,6 +24,7 @@ from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.records.files import CHECKPOINTS
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import parse, read_values
+from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.adapters import merged, pairs, write_adapters
 from diloco_jax.training.convert.companions import (
     GENERATION_FILE,
@@ -39,6 +40,7 @@ from diloco_jax.training.convert.weights import CONFIG_FILE, Parameters, Weights
 from diloco_jax.training.data.config import PLAIN
 from diloco_jax.training.data.corpus import tokenizer_of
 from diloco_jax.training.data.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, Tokenizer, has_tokenizer, open_tokenizer
+from diloco_jax.training.sharding import MeshConfig
 
 OF_TOKENIZER = (
     TOKENIZER_FILE, SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -66,7 +68,7 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch, *, imag
       images: whether the model has its vision tower; otherwise it is the text model alone.
 
     Raises:
-      ValueError: `out` exists, or the folder or the config cannot be used.
+      ValueError: `out` exists, or the folder or the config cannot be used, such as adapters of unknown linear maps.
     """
     if out.exists():
         raise ValueError(f"{out} already exists; choose another --out, or move it away")
@@ -105,6 +107,9 @@ def begin_with(folder: Path, base: Path | None, out: Path, watch: Watch, *, imag
     config = parse(values, str(base or folder))
     if not of_text:
         check_tokenizer(config)
+    if config.model.lora.rank:
+        # This adds the adapters to the model's shapes, and refuses targets that the model does not have.
+        Blueprint(config.model, config.optimizer, MeshConfig(), 1, seed=config.seed)
     made = weights.check(config.model)
     count = sum(watch(weights.check_values(config.model), len(made)))
     with out.open("x", encoding="utf-8") as file:
@@ -144,7 +149,7 @@ def export(
             if (found := checkpoint.newest_readable(run_dir / CHECKPOINTS, write)) is not None:
                 break
         else:
-            raise ValueError(f"{run_dir} has no readable snapshot; give the folder of a run that has one")
+            raise ValueError(_no_snapshot(config, run_dir))
         files = sorted(path.name for path in whole.iterdir())
         os.replace(whole, out)
     except shutil.Error as error:
@@ -153,6 +158,14 @@ def export(
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return {"format": form, "out": str(out), "files": files, "global_step": checkpoint.global_step_of(found[0])}
+
+
+def _no_snapshot(config: RunConfig, run_dir: Path) -> str:
+    every = config.protocol.snapshot_every
+    if checkpoint.complete(run_dir / CHECKPOINTS):
+        return f"{run_dir} has no readable snapshot; give the folder of a run that has one"
+    first = f"at global step {every} (protocol.snapshot_every), or" if every else "(protocol.snapshot_every is 0)"
+    return f"{run_dir} has no snapshot yet: the first one is written {first} at the end of the run; export it then"
 
 
 class ModelWriter:

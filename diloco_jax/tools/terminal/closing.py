@@ -31,6 +31,9 @@ def ending(summary: Mapping[str, Any], config: RunConfig) -> str:
     else:
         evaluation = "before the first evaluation"
     steps, spent = summary["global_steps"], f"{summary['tokens']:,} tokens in {summary['wall_s']:.0f} s"
+    if summary.get("epoch", 1) > 1:
+        # The run's clock counts the time between two processes too.
+        spent += " with pauses"
     if summary["complete"]:
         # A short run may end before a slowly starting island was merged once.
         idle = [name for name, each in summary.get("learners", {}).items() if not each["participation"]]

@@ -324,8 +324,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"{path} cannot be read: {why}; name the whole folder of a public model; a run that started from one "
-            "needs it whenever its syncer starts"
+            f"{path} cannot be read: {why}; name the whole folder of a public model; a run from one needs it "
+            "whenever its syncer starts, or with model.lora whenever an island starts"
         ) from error
     return found
 

@@ -213,9 +213,11 @@ class GrpcListener(Listener):
         }
         self.address = self._entrance.open(calls.SERVICE, handlers)
 
-    def announce(self, settings: Mapping[str, str], description: Description, number_of: Callable[[str], int]) -> None:
+    def announce(
+        self, settings: Callable[[], Mapping[str, str]], description: Description, number_of: Callable[[str], int]
+    ) -> None:
         super().announce(settings, description, number_of)
-        self.desk.settings = dict(settings)
+        self.desk.settings = settings
         self.greeter.description, self.greeter.number_of = description, number_of
 
     def _tell(self, request: bytes, context: Any) -> pb.StatusReply:

@@ -73,7 +73,8 @@ class ProbeDesk:
     run_id: str
     gate: Gate
     sessions: Callable[[], int]
-    settings: Mapping[str, str] = field(default_factory=dict)  # shared by learners
+    # Returns the settings that learners must agree on; any thread may call it.
+    settings: Callable[[], Mapping[str, str]] = dict
     _lock: AbstractContextManager[Any] = field(default_factory=threading.Lock, init=False)
     _measurement: _Measurement | None = field(default=None, init=False)
 
@@ -111,7 +112,7 @@ class ProbeDesk:
             run_id=self.run_id,
             versions=versions(),
             sessions=self.sessions(),
-            settings=self.settings,
+            settings=self.settings(),
         )
 
     def _join(self, number: int) -> _Measurement:

@@ -48,7 +48,6 @@ class Listener:
         self._heard: dict[str, Session] = {}
         self.on_operator: Operate | None = None
         self.status_json = "{}"
-        self.settings: dict[str, str] = {}
         self.description = Description("", "")
         self.number_of: Callable[[str], int] = lambda _: 0
 
@@ -60,14 +59,17 @@ class Listener:
     def abandon(self) -> None:
         """Let `close` leave the claim to be the syncer: the run has not ended, and another process may continue it."""
 
-    def announce(self, settings: Mapping[str, str], description: Description, number_of: Callable[[str], int]) -> None:
-        """Take the answers for processes that ask before they join.
+    def announce(
+        self, settings: Callable[[], Mapping[str, str]], description: Description, number_of: Callable[[str], int]
+    ) -> None:
+        """Take the answers for processes that ask before they join. Any thread may call the functions.
 
         Args:
-            settings: What learners must agree on.
-            number_of: Returns the number of a learner; any thread may call it.
+            settings: Returns what learners must agree on; only a listener that answers `diloco doctor` uses it.
+            number_of: Returns the number of a learner.
         """
-        self.settings, self.description, self.number_of = dict(settings), description, number_of
+        del settings
+        self.description, self.number_of = description, number_of
 
     def receive(self, timeout_s: float) -> Delivery | None:
         """Return the next delivery of any learner, or None after `timeout_s` seconds; 0 does not wait."""

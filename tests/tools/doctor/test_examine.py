@@ -18,6 +18,7 @@ import grpc
 import pytest
 
 from diloco_jax.cli import main as cli
+from diloco_jax.protocol.membership import BASE_WEIGHTS, OPEN
 from diloco_jax.runtime.records import signals
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import dump, load
@@ -26,7 +27,11 @@ from diloco_jax.tools.doctor import link as doctor_link
 from diloco_jax.tools.doctor.examine import as_dict, describe, listening
 from diloco_jax.tools.doctor.machine import Check, ProcessPart, part_of
 from diloco_jax.tools.doctor.probing import Greeting, Rate, greet
-from diloco_jax.training.models.config import OWN, ModelConfig
+from diloco_jax.training.base import base_digest
+from diloco_jax.training.blueprint import Blueprint
+from diloco_jax.training.models.config import OWN, LoraConfig, ModelConfig
+from diloco_jax.training.optimizers import OptimizerConfig
+from diloco_jax.training.sharding import MeshConfig
 from diloco_jax.transport.endpoints import grpc_link, probe
 from diloco_jax.transport.endpoints.greeting import ModelDesk
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
@@ -36,6 +41,7 @@ from diloco_jax.transport.trust import certificates, security
 from tests.limits import HANGS_S
 from tests.runtime.helpers import write_config
 from tests.sockets import free_port
+from tests.tools.export.folders import model_of, public
 
 pytestmark = pytest.mark.net
 PAST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
@@ -191,11 +197,30 @@ def test_another_run(look: Look, config: RunConfig) -> None:
 
 
 def test_settings_that_differ_are_named(look: Look, listener: GrpcListener, need: ProcessPart) -> None:
-    listener.desk.settings = need.settings
+    listener.desk.settings = lambda: need.settings
     assert look()["settings"].status == "ok"
-    listener.desk.settings = {**need.settings, "seed": "7", "wire": "float32 up, float32 down"}
+    listener.desk.settings = lambda: {**need.settings, "seed": "7", "wire": "float32 up, float32 down"}
     found = look()["settings"]
     assert found.status == "fail" and "seed, wire differ; seed is 0 here, 7 there" in found.found
+
+
+def test_the_frozen_weights_of_an_island_are_compared_with_those_of_the_run(tmp_path: Path) -> None:
+    def blueprint(folder: str, seed: int) -> Blueprint:
+        model = dataclasses.replace(public(tmp_path / folder, model_of(), seed), lora=LoraConfig(rank=2))
+        return Blueprint(model, OptimizerConfig(), MeshConfig(), 1, seed=0)
+
+    right, wrong = blueprint("right", 0), blueprint("wrong", 1)
+    run = {BASE_WEIGHTS: base_digest(right)}
+    assert doctor_link.check_base(None, run) == []
+    (unknown,) = doctor_link.check_base(right, {BASE_WEIGHTS: OPEN})
+    assert unknown.status == "ok" and "no island has joined" in unknown.found
+    (same,) = doctor_link.check_base(right, run)
+    assert same.status == "ok" and str(tmp_path / "right") in same.found
+    (other,) = doctor_link.check_base(wrong, run)
+    assert other.status == "fail" and run[BASE_WEIGHTS] in other.found and "model.weights" in other.fix
+    (tmp_path / "wrong" / "config.json").unlink()
+    (lost,) = doctor_link.check_base(wrong, run)
+    assert lost.status == "fail" and "config.json cannot be read" in lost.found
 
 
 @pytest.mark.parametrize(("ahead_s", "status"), [(1.0, "ok"), (-90.0, "warn"), (7200.0, "fail")])

@@ -204,6 +204,17 @@ def test_a_folder_is_whole_or_not_there(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "run"]
 
 
+@pytest.mark.parametrize(("every", "first"), [(50, "at global step 50"), (0, "protocol.snapshot_every is 0")])
+def test_a_run_without_a_snapshot_yet_says_when_the_first_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int, first: str
+) -> None:
+    run = make_run(tmp_path / "run", model_of(), {}, protocol={"snapshot_every": every})
+    shutil.rmtree(run / "checkpoints")
+    assert export(run, tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert "run has no snapshot yet: the first one is written" in said and first in said
+
+
 @pytest.mark.parametrize("what", ["damaged", "deleted meanwhile"])
 def test_the_newest_readable_snapshot_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str

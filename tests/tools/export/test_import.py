@@ -297,6 +297,18 @@ def test_a_folder_without_a_tokenizer_for_text_is_told(
     assert "llama has no tokenizer.json, and text needs one" in capsys.readouterr().err
 
 
+def test_adapters_of_unknown_linear_maps_are_refused_by_the_import(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = yaml.safe_load((public / "config.yaml").read_text())
+    values["model"] = {"lora": {"rank": 2, "targets": ["q_proj"]}}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(values))
+    words = ["--config", str(tmp_path / "base.yaml"), "--out", str(tmp_path / "config.yaml")]
+    assert main(["import", str(public / "llama"), *words]) == 2
+    assert "model.lora.targets names 'q_proj', which is not a linear map" in capsys.readouterr().err
+    assert not (tmp_path / "config.yaml").exists()
+
+
 def test_a_run_resumes_with_the_values_that_it_started_with(tmp_path: Path) -> None:
     """The folder may have moved; then only its contents tell."""
     (tmp_path / "tape.jsonl").write_text('["begin",0.0,[11,12]]\n')

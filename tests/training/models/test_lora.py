@@ -13,7 +13,7 @@ from flax import nnx
 from diloco_jax.protocol.membership import difference
 from diloco_jax.settings.resolved import resolve
 from diloco_jax.settings.run import RunConfig
-from diloco_jax.training.base import read_base
+from diloco_jax.training.base import base_digest, read_base
 from diloco_jax.training.blockwise import from_blocks, to_blocks
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.convert.table import FAMILIES
@@ -184,6 +184,7 @@ def test_islands_with_other_weights_below_are_refused(tmp_path: Path) -> None:
         model = replace(public(folder, model_of("llama"), seed), lora=LORA)
         blueprint = Blueprint(model, OptimizerConfig(), MeshConfig(), jax.devices()[:1], seed=0)
         digests.append(read_base(blueprint).digest)
+        assert base_digest(blueprint) == digests[-1]
     run = resolve(RunConfig(model=model), blueprint.shapes, blueprint.kinds)
     syncer, first, same, other = (run.fingerprint("", digest) for digest in ("", *digests))
     assert difference(dict(syncer), first) == difference(dict(syncer), same, dict(first)) == ""

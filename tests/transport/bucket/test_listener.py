@@ -256,7 +256,7 @@ def test_questions_are_answered(ends: Ends, listener: BucketListener) -> None:
     assert ask_status(there) == '{"round": 3}'
     assert ask_description(there, "s") == Description("", "")
     known = Description("the config", "the layout", began_unix_s=5.0)
-    listener.announce({}, known, {"a": 4}.__getitem__)
+    listener.announce(dict, known, {"a": 4}.__getitem__)
     assert ask_description(there, "a") == known
     assert ask_description(there, "a", numbered=True) == known._replace(number=4)
     listener.on_operator = lambda request: f"{request.action} {request.learner_id}"
