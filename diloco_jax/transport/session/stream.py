@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import grpc
 
-from diloco_jax.protocol.messages import SYNCER, CutFragment, Message
+from diloco_jax.protocol.messages import SYNCER, CutFragment, Digested, Message
 from diloco_jax.protocol.releases import PROTOCOL
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport import wire
@@ -36,9 +36,9 @@ CONTROL = (pb.LANE_CONTROL, 0)
 class Outgoing(NamedTuple):
     """A message that waits for its writer; other sessions may share the payload."""
 
+    message: Message | Command | Reply
     body: bytes
     parts: tuple[memoryview, ...]
-    is_cut: bool = False
 
 
 class Outbox:
@@ -81,7 +81,7 @@ class Outbox:
     def cuts(self) -> int:
         """Return the number of cut versions that wait."""
         with self._changed:
-            return sum(item.is_cut for item in self._waiting)
+            return sum(isinstance(item.message, CutFragment) for item in self._waiting)
 
     def close(self, reason: str, *, flush: bool) -> None:
         """Refuse further items; with `flush` waiting items are still sent, otherwise dropped."""
@@ -98,7 +98,7 @@ class Pieces:
     """The bulk lane's outbox as pieces of frames, in order; a free writer takes the next one."""
 
     def __init__(self, outbox: Outbox, chunk_bytes: int) -> None:
-        # Ranges of coming payloads that the peer has already.
+        # Ranges of coming payloads that the peer has already, and whether it takes digested chunks.
         self.held = PeerHoldings()
         self._outbox = outbox
         self._chunk_bytes = chunk_bytes
@@ -139,7 +139,8 @@ class Pieces:
         if size > RESUME_BYTES_MIN:
             key = key_of(item.parts)
             held = self.held.claim((key, size))
-        return wire.pieces(self._number, item.body, item.parts, self._chunk_bytes, key, held)
+        digested = self.held.digests and isinstance(item.message, Digested)
+        return wire.pieces(self._number, item.body, item.parts, self._chunk_bytes, key, held, digested=digested)
 
 
 class Lane:
@@ -264,7 +265,7 @@ class StreamSession(Session):
     def send(self, message: Message | Command | Reply, parts: tuple[memoryview, ...]) -> None:
         """Queue a message; LinkClosed if the session is over, or its queue is full, which ends it."""
         bulk = is_bulk(message)
-        if self._outboxes[bulk].put(Outgoing(wire.pack_body(message), parts, isinstance(message, CutFragment))):
+        if self._outboxes[bulk].put(Outgoing(message, wire.pack_body(message), parts)):
             return
         lane = "bulk" if bulk else "control"
         self.fail(f"the {lane} queue to {self.peer!r} is full: it does not read what it is sent")
@@ -370,7 +371,7 @@ class StreamSession(Session):
             self.fail(f"{lost}: {clean(error.details(), REASON_LENGTH_MAX)} ({error.code().name})")
 
     def hear_holdings(self, holdings: pb.Holdings) -> None:
-        """Skip from now on the ranges that the peer holds; WireError if its list is not possible."""
+        """Send from now on what the peer, by its list, needs; WireError if the list is not possible."""
         try:
             self.pieces.held = PeerHoldings(holdings)
         except ValueError as error:
