@@ -183,7 +183,7 @@ FRAMES = stripe_frames(PAYLOAD, 40)
 
 
 def run_forged_digested(data: bytes) -> None:
-    """Change bytes of digested chunks on plaintext: as many bytes as were sent come with the right message, or nothing."""
+    """Change bytes of digested chunks on plaintext: a payload of the right size and message comes, or nothing."""
     right = b"".join(stripe_frames(PAYLOAD, 40, checked=True, digested=True))
     number, whole = random.Random(data), bytearray(right)
     for _ in range(number.randint(1, 3)):
