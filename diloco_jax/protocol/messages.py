@@ -440,4 +440,6 @@ SyncerAnswer = Welcome | Refuse | Expel | Lease | GlobalFragment | Advance | Sto
 SyncerMessage = SyncerAnswer | PullRequest | AnchorRequest | Evaluate | StateAnswer
 # Between the transport and the hosts of an island of several.
 HostMessage = HostBlocks | CutFragment
+# The receiver of these messages checks a digest of what the payload contains, and requests it again if it differs.
+Digested = GlobalFragment | CutFragment | AnchorValue | StateChunk
 Message = LearnerMessage | SyncerMessage | MetricsReport | EvaluateWithout | HostMessage

@@ -58,6 +58,21 @@ class ResolvedRun:
         """Return the size of each fragment on the wire in this format, by fragment_id."""
         return tuple(encoded_size(fragment.shapes, format) for fragment in self.fragments)
 
+    @property
+    def contribution_bytes(self) -> int:
+        """Return the most bytes of contributions in flight: the largest fragment of each island in tau rounds."""
+        largest = max(self.payload_bytes(self.config.wire.up))
+        return self._rounds_in_flight * largest * self.config.islands.count
+
+    @property
+    def version_bytes(self) -> int:
+        """Return the most bytes of deltas in flight to one island: the largest fragment in tau rounds."""
+        return self._rounds_in_flight * max(self.payload_bytes(self.config.wire.down))
+
+    @property
+    def _rounds_in_flight(self) -> int:
+        return max(1, self.config.protocol.overlap_steps)
+
     def fingerprint(self, corpus: str, base: str = "") -> tuple[tuple[str, str], ...]:
         """List what a learner and the syncer must agree on.
 

@@ -10,15 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, Message, StateChunk
+from diloco_jax.protocol.messages import AnchorValue, Digested, FragmentValue, GlobalFragment, Message, StateChunk
 from diloco_jax.sim.engine import NEVER_S, Engine
 
 Deliver = Callable[["tuple[SimulatedLink, Any]"], None]
 # Messages with a payload travel on a separate lane.
 BULK = (FragmentValue, GlobalFragment, AnchorValue, StateChunk)
-# These name the digest of their payload, so that a receiver recognises a garbled one.
-DIGESTED = (GlobalFragment, AnchorValue, StateChunk)
-# Share of DIGESTED messages that arrive garbled while a link corrupts.
+# Share of digested messages that arrive garbled while a link corrupts.
 GARBLED_SHARE = 0.5
 
 
@@ -240,7 +238,7 @@ class Network:
             if arrival_s >= NEVER_S:
                 self.lost += 1
                 return
-        if link.learner_id in self._corrupted and isinstance(message, DIGESTED) and random() < GARBLED_SHARE:
+        if link.learner_id in self._corrupted and isinstance(message, Digested) and random() < GARBLED_SHARE:
             engine.at(arrival_s, self._arrive, (pipe, Garbled(message)))
             return
         if faults is not None and random() < faults.reorder:

@@ -131,12 +131,12 @@ class Partials:
             return partial
 
     def announce(self) -> pb.Holdings:
-        """List the kept ranges for the peer.
+        """List the kept ranges for the peer, and state that digested chunks are allowed.
 
         Each is announced with half of its remaining time, because the peer's answer takes time to arrive.
         """
         now_s = time.monotonic()
-        holdings = pb.Holdings()
+        holdings = pb.Holdings(digests=True)
         with self._lock:
             for key, (until_s, partial) in self._kept.items():
                 starts, stops = zip(*partial.ranges, strict=True)
@@ -170,11 +170,16 @@ class Partials:
 
 
 class PeerHoldings:
-    """Ranges of payloads that the peer says it holds; each is used once."""
+    """Ranges of payloads that the peer says it holds; each is used once.
+
+    Attributes:
+        digests: Whether the peer takes digested chunks (wire.py).
+    """
 
     def __init__(self, holdings: pb.Holdings | None = None) -> None:
         """Check the peer's list; ValueError if it exceeds the limits, or contradicts itself."""
         self._ranges: dict[Key, tuple[float, Ranges]] = {}  # (expiry, ranges)
+        self.digests = holdings is not None and holdings.digests
         if holdings is None:
             return
         if len(holdings.partials) > PARTIALS_MAX:

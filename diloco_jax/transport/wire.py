@@ -6,6 +6,9 @@ Rules of this file
     or none; its frames are accepted unchecked (docs/decisions/0091-bulk-beside-grpc.md).
   * A frame of a bulk connection is a prefix, a protobuf `Frame` as its head, and data. The data never pass through a
     protobuf object: they are read into the memory of their payload.
+  * On plaintext, head and data of such a frame have a checksum each. The data of a digested message have none, because
+    its receiver checks a digest of the content anyway (protocol/messages.py). A receiver of an older release compares
+    all checksums, so chunks are digested only if the peer states that it takes them (Holdings).
   * Control characters are removed from texts, and reasons are cut, before anyone reads them (protocol/texts.py).
   * A reader checks everything before it uses it and before it allocates memory for it. A violation raises WireError,
     and the stream is not read any further.
@@ -20,7 +23,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 
 from diloco_jax.core.codec import digest
-from diloco_jax.protocol.messages import SYNCER, Message
+from diloco_jax.protocol.messages import SYNCER, Digested, Message
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX as REASON_KEPT_MAX
 from diloco_jax.protocol.texts import clean
 from diloco_jax.transport.commands import Command, Reply
@@ -36,7 +39,7 @@ _CHECK_TAG = pb.Frame.CHECK_FIELD_NUMBER << 3 | 2  # 2: length-delimited
 _CHECK_HEAD = bytes((_CHECK_TAG & 0x7F | 0x80, _CHECK_TAG >> 7, 8))
 _CHECK_BYTES = len(_CHECK_HEAD) + 8
 # What precedes each frame of a bulk connection: the sizes of its head and of its data in bytes, the xxh3 of both sizes
-# and the head, and that of the data. Both are 0 under TLS, which checks all bytes.
+# and the head, and that of the data. Both are 0 under TLS, which checks all bytes; that of digested data is always 0.
 _PREFIX = struct.Struct("<IIQQ")
 _SIZES = struct.Struct("<II")
 PREFIX_BYTES = _PREFIX.size
@@ -230,20 +233,29 @@ def goodbye_frame(header: bytes, reason: str) -> bytes:
 
 
 def pieces(
-    number: int, body: bytes, parts: Sequence[memoryview], chunk_bytes: int, key: int = 0, held: Ranges | None = None
+    number: int,
+    body: bytes,
+    parts: Sequence[memoryview],
+    chunk_bytes: int,
+    key: int = 0,
+    held: Ranges | None = None,
+    *,
+    digested: bool = False,
 ) -> Iterator[BulkPiece]:
     """Yield the content of the frames of one message of the bulk lane.
 
     Args:
         key: The payload's `key_of`, so that a later session can continue it; 0 if none can.
         held: Ranges that the peer has already; they are not sent.
+        digested: Whether the peer checks a digest of the content, and takes chunks without a checksum of their data.
     """
     size = sum(part.nbytes for part in parts)
     holes = [(0, size)] if held is None else held.holes(size)
     resumed, whole, sent = held is not None, 0 if held is None else digest(parts), False
 
     def chunk_at(offset: int) -> pb.Chunk:
-        return pb.Chunk(payload_bytes=size, offset=offset, message=number, key=key, resumed=resumed, digest=whole)
+        fields = {"payload_bytes": size, "offset": offset, "message": number, "key": key}
+        return pb.Chunk(resumed=resumed, digest=whole, digested=digested, **fields)
 
     for start, stop in holes:
         for views in _cut(parts, start, stop, chunk_bytes):
@@ -264,11 +276,12 @@ class Prefix(NamedTuple):
     data_check: int
 
 
-def bulk_frame(head: bytes, views: Sequence[memoryview], *, checked: bool) -> list[memoryview]:
+def bulk_frame(head: bytes, views: Sequence[memoryview], *, checked: bool, digested: bool = False) -> list[memoryview]:
     """Return a frame of a bulk connection as views to send one after another; the data are not copied."""
     sizes = len(head), sum(view.nbytes for view in views)
-    checks = (digest((_SIZES.pack(*sizes), head)), digest(views)) if checked else (0, 0)
-    return [memoryview(_PREFIX.pack(*sizes, *checks) + head), *views]
+    head_check = digest((_SIZES.pack(*sizes), head)) if checked else 0
+    data_check = digest(views) if checked and not digested else 0
+    return [memoryview(_PREFIX.pack(*sizes, head_check, data_check) + head), *views]
 
 
 def piece_head(piece: BulkPiece) -> bytes:
@@ -304,8 +317,8 @@ def check_head(prefix: Prefix, head: Buffer) -> None:
 
 
 def check_data(prefix: Prefix, chunk: pb.Chunk, data: Buffer) -> None:
-    """Compare the data of a frame with their checksum; WireError if it differs."""
-    if digest(data) != prefix.data_check:
+    """Compare the data of a frame with their checksum; WireError if it differs. Digested data have none."""
+    if not chunk.digested and digest(data) != prefix.data_check:
         raise WireError(f"corrupt chunk: its checksum differs at offset {chunk.offset} of message {chunk.message}")
 
 
@@ -410,6 +423,8 @@ class Reader:
             raise WireError("a chunk without the number of its message")
         if message is not None and chunk is not None and not isinstance(message, BULK_TYPES):
             raise WireError(f"a {type(message).__name__} with a payload")
+        if message is not None and chunk is not None and chunk.digested and not isinstance(message, Digested):
+            raise WireError(f"a {type(message).__name__} without the checksums that it needs")
 
 
 def _parsed(head: bytes) -> pb.Frame:

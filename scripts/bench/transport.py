@@ -27,6 +27,7 @@ from typing import NamedTuple
 from diloco_jax.protocol.messages import SYNCER, Advance, FragmentValue, GlobalFragment, StateRequest
 from diloco_jax.transport.endpoints.grpc_link import GrpcLink, connect, listen
 from diloco_jax.transport.link import TransportConfig
+from diloco_jax.transport.session.spares import keep_spares
 from diloco_jax.transport.trust import certificates
 from diloco_jax.transport.trust.security import bulk_context, dial
 
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--core", type=int, help="the core for all processes of a comparison")
     parser.add_argument("--json", action="store_true", help="print one JSON object per result and line")
     arguments = parser.parse_args()
+    keep_spares(in_flight_bytes(arguments.payload_mb))
     if arguments.listen:
         serve(config_of(arguments.listen, arguments.chunk_bytes), None)
     elif arguments.connect:
@@ -75,8 +77,14 @@ def config_of(address: str, chunk_bytes: int, stripes: int = 1, files: dict[str,
     return replace(plain, **(files or {}))  # type: ignore[arg-type]
 
 
-def serve(config: TransportConfig, pipe: Connection | None) -> None:
+def in_flight_bytes(payload_mb: float) -> int:
+    # The reader still has one more.
+    return (IN_FLIGHT + 1) * round(payload_mb * 1e6)
+
+
+def serve(config: TransportConfig, pipe: Connection | None, payload_mb: float = 0.0) -> None:
     """Answer every payload, and every request with a payload of as many bytes as its `part` says."""
+    keep_spares(in_flight_bytes(payload_mb))
     listener = listen(config, run_id=RUN)
     if pipe is not None:
         pipe.send(listener.address)
@@ -193,7 +201,7 @@ def compare(arguments: argparse.Namespace) -> list[dict[str, object]]:
         links: dict[int, GrpcLink] = {}
         children: dict[int, int | None] = {}
         for stripes, (ours, theirs) in zip(arguments.stripes, pipes, strict=True):
-            child = processes.Process(target=serve, args=(config, theirs), daemon=True)
+            child = processes.Process(target=serve, args=(config, theirs, arguments.payload_mb), daemon=True)
             child.start()
             children[stripes] = child.pid
             striped = replace(config, address=ours.recv(), stripes=stripes)

@@ -20,7 +20,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.fragments import plan_fragments
 from diloco_jax.core.host_bytes import join_host_bytes
 from diloco_jax.core.layout import value_digest, whole
-from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Message
+from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, Message
 from diloco_jax.protocol.syncer.tape import replay
 from diloco_jax.runtime.model.cuts import COLUMNS, Cuts
 from diloco_jax.training.whole_state.layout import StateLayout
@@ -166,14 +166,31 @@ def run_forged_control(data: bytes) -> None:
     assert forged == right, f"a forged frame was accepted: {event}"
 
 
-def stripe_frames(payload: bytes, chunk_bytes: int, number: int = 1, *, checked: bool = False) -> list[bytes]:
-    """Return the frames of a value on a bulk connection."""
-    body = wire.pack_body(FragmentValue("a", 1, 5, 1, 40, 24, 9000, -1, 80, len(payload)))
-    pieces = wire.pieces(number, body, [memoryview(payload)], chunk_bytes)
-    return [b"".join(wire.bulk_frame(wire.piece_head(piece), piece.views, checked=checked)) for piece in pieces]
+def stripe_frames(
+    payload: bytes, chunk_bytes: int, number: int = 1, *, checked: bool = False, digested: bool = False
+) -> list[bytes]:
+    """Return the frames of a value on a bulk connection, or those of an anchor, whose chunks are digested."""
+    value = FragmentValue("a", 1, 5, 1, 40, 24, 9000, -1, 80, len(payload))
+    body = wire.pack_body(AnchorValue("a", 1, 1, 5, 7, len(payload)) if digested else value)
+    pieces = wire.pieces(number, body, [memoryview(payload)], chunk_bytes, digested=digested)
+    return [
+        b"".join(wire.bulk_frame(wire.piece_head(each), each.views, checked=checked, digested=digested))
+        for each in pieces
+    ]
 
 
 FRAMES = stripe_frames(PAYLOAD, 40)
+
+
+def run_forged_digested(data: bytes) -> None:
+    """Change bytes of digested chunks on plaintext: a payload of the right size and message comes, or nothing."""
+    right = b"".join(stripe_frames(PAYLOAD, 40, checked=True, digested=True))
+    number, whole = random.Random(data), bytearray(right)
+    for _ in range(number.randint(1, 3)):
+        whole[number.randrange(len(whole))] ^= number.randint(1, 255)
+    with contextlib.suppress(wire.WireError):
+        came = [(each.message, len(each.payload)) for each in read_stripe(bytes(whole), encrypted=False)]
+        assert came in ([], [(AnchorValue("a", 1, 1, 5, 7, len(PAYLOAD)), len(PAYLOAD))]), "a forged head was accepted"
 
 
 def head_frame(head: bytes) -> bytes:
@@ -446,6 +463,7 @@ TARGETS = {
             b"".join(FRAMES),
             b"".join((*stripe_frames(b"", 40), *stripe_frames(bytes(900), 300, 2), bytes(wire.PREFIX_BYTES))),
             b"".join((*stripe_frames(bytes(900), 300, 2)[::-1], *FRAMES)),
+            b"".join((*stripe_frames(bytes(900), 300, digested=True), *stripe_frames(PAYLOAD, 40, 2))),
             head_frame(wire.goodbye_head("done")),
             head_frame(wire.ready_head()),
             *(head_frame(body + ONE_CHUNK) for body in BODIES),
@@ -453,6 +471,7 @@ TARGETS = {
         run_stripe,
     ),
     "forged_stripe": Target((b"0", b"more"), run_forged_stripe),
+    "forged_digested": Target((b"0", b"more"), run_forged_digested),
     "first_bytes": Target((GREETING, b"\x16\x03\x01\x00\x10" + bytes(16), b"PRI * HTTP/2.0"), run_first_bytes),
     "forged_header": Target((b"0", b"run", b"\xff"), run_forged_header),
     "message": Target(BODIES, run_message),

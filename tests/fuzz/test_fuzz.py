@@ -60,6 +60,7 @@ def finds(name: str) -> bool:
         ("forged_control", wire.Reader, "_check"),
         ("forged_stripe", wire, "check_head"),
         ("forged_stripe", wire, "check_data"),
+        ("forged_digested", wire, "check_head"),
     ],
 )
 def test_a_reader_without_checksums_is_found(

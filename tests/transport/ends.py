@@ -102,7 +102,8 @@ def value(number: int = 1, size: int = 0, incarnation: int = 0, *, fragment_id: 
 
 def bulk_bytes(piece: wire.BulkPiece) -> bytes:
     """Return the frame of a piece on a plaintext bulk connection."""
-    return b"".join(wire.bulk_frame(wire.piece_head(piece), piece.views, checked=True))
+    digested = piece.chunk.digested
+    return b"".join(wire.bulk_frame(wire.piece_head(piece), piece.views, checked=True, digested=digested))
 
 
 def read_bulk(reader: wire.Reader, frame: bytes) -> tuple[wire.Prefix, wire.Incoming, bytes]:

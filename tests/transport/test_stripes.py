@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.messages import FragmentValue, GlobalFragment, Heartbeat
+from diloco_jax.core.codec import digest
+from diloco_jax.protocol.messages import AnchorValue, FragmentValue, GlobalFragment, Heartbeat
 from diloco_jax.tools.chaos.relay import Relay
 from diloco_jax.transport import wire
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
-from diloco_jax.transport.link import LinkClosed, Rejected, TransportError
+from diloco_jax.transport.link import Buffer, LinkClosed, Rejected, TransportError
 from diloco_jax.transport.partials import SAMPLE_BYTES, Partials, key_of
 from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session import calls, dialled
@@ -42,7 +43,7 @@ def queue(payloads: int) -> tuple[Outbox, Pieces]:
     """Payloads of 100 bytes that wait to be cut into pieces of 10."""
     outbox = Outbox(10)
     for _ in range(payloads):
-        outbox.put(Outgoing(b"body", (memoryview(bytes(100)),)))
+        outbox.put(Outgoing(value(), b"body", (memoryview(bytes(100)),)))
     return outbox, Pieces(outbox, 10)
 
 
@@ -67,7 +68,7 @@ def test_writers_that_are_cut_stop_inside_a_payload_and_let_go_of_it() -> None:
 def test_a_small_message_passes_writers_that_all_wait() -> None:
     outbox = Outbox(10)
     pieces = Pieces(outbox, 10, writers=2)
-    small, large = Outgoing(b"s", (memoryview(bytes(10)),)), Outgoing(b"l", (memoryview(bytes(11)),))
+    small, large = (Outgoing(value(0, n), b, (memoryview(bytes(n)),)) for n, b in ((10, b"s"), (11, b"l")))
     assert pieces.take_only(small) is None, "no writer waits"
     got = SimpleQueue[wire.BulkPiece | None]()
     writers = [threading.Thread(target=lambda: got.put(pieces.take(HANGS_S))) for _ in range(2)]
@@ -213,6 +214,53 @@ def leave_a_part(ends: Ends, payload: bytes) -> None:
         link.close(0.0)
     # The end of a session is delivered before its connections have kept what arrived.
     assert comes_true(lambda: ends.listener._partials["a", 0][1].held_bytes == len(payload))
+
+
+def test_a_damaged_version_arrives_and_the_session_stays_open_but_a_damaged_value_ends_it(
+    ends: Ends, listener: GrpcListener
+) -> None:
+    """The receiver of a version finds the damage by its digest (runtime/learner)."""
+    version, payload = GlobalFragment(1, 0, 1, SIZE, 1, 0), os.urandom(SIZE)
+    with Relay(listener.address) as relay:
+        link = ends.meet(to=relay.address, stripes=1)
+        relay.damage("down", flip_after=100_000)
+        for sent in (version, version._replace(version=2)):
+            assert listener.send("a", sent, payload)
+            came = hear(link)
+            assert came.message == sent
+            differ = [at for at, (ours, theirs) in enumerate(zip(payload, came.payload, strict=True)) if ours != theirs]
+            assert len(differ) == (sent is version), "the first one has one damaged byte"
+        relay.damage("up", flip_after=100_000)
+        link.send(value(1, SIZE), payload)
+        hear_end(listener, "corrupt chunk: its checksum differs")
+        link.close(0.0)
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["this-release", "release-0.3.0"])
+def test_a_peer_of_an_older_release_gets_checksums(
+    ends: Ends, listener: GrpcListener, monkeypatch: pytest.MonkeyPatch, knows: bool
+) -> None:
+    announce = Partials.announce
+
+    def of_release(self: Partials) -> pb.Holdings:
+        found = announce(self)
+        found.digests = knows
+        return found
+
+    monkeypatch.setattr(Partials, "announce", of_release)
+    link = ends.meet()
+    checks = list[int]()
+    right = wire.check_data
+
+    def check(prefix: wire.Prefix, chunk: pb.Chunk, data: Buffer) -> None:
+        checks.append(prefix.data_check)
+        right(prefix, chunk, data)
+
+    monkeypatch.setattr(wire, "check_data", check)
+    listener.send("a", GlobalFragment(1, 0, 1, 9, 1, 0), b"some data")
+    link.send(AnchorValue("a", 0, 0, 1, 0, 9), b"some data")
+    assert hear(link).payload == hear(listener).payload == b"some data"
+    assert checks == [0 if knows else digest(b"some data")] * 2
 
 
 def test_another_payload_and_a_newer_process_start_again(ends: Ends, listener: GrpcListener) -> None:

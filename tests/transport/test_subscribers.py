@@ -65,7 +65,7 @@ def test_a_subscriber_can_send_nothing_but_requests(ends: Ends, listener: GrpcLi
 def test_a_subscriber_cannot_fill_memory_with_a_payload_of_no_message(ends: Ends, listener: GrpcListener) -> None:
     session = subscribe(ends)._session
     # The chunks of a message may arrive before the message, so only their place shows that nobody waits for them.
-    assert session._outboxes[True].put(Outgoing(b"", (memoryview(bytes(LIMIT)),)))
+    assert session._outboxes[True].put(Outgoing(HELLO, b"", (memoryview(bytes(LIMIT)),)))
     assert hear_end(listener, "a payload from a side that sends none").peer == f"{SUBSCRIBER}s"
 
 

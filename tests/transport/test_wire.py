@@ -87,9 +87,10 @@ def reader() -> wire.Reader:
     return wire.Reader(HEADER, CONTROL_TYPES)
 
 
-def frames(message: m.Message, *parts: bytes, chunk_bytes: int = 4) -> list[bytes]:
+def frames(message: m.Message, *parts: bytes, chunk_bytes: int = 4, digested: bool = False) -> list[bytes]:
     views = [memoryview(part) for part in parts]
-    return [ends.bulk_bytes(piece) for piece in wire.pieces(1, wire.pack_body(message), views, chunk_bytes)]
+    pieces = wire.pieces(1, wire.pack_body(message), views, chunk_bytes, digested=digested)
+    return [ends.bulk_bytes(piece) for piece in pieces]
 
 
 def assemble(frames: list[bytes]) -> list[tuple[m.Message, memoryview]]:
@@ -206,6 +207,49 @@ def test_every_flipped_bit_of_a_bulk_frame_is_found(message: m.Message) -> None:
         "corrupt frame: its checksum differs",
         "corrupt chunk: its checksum differs at offset N of message N",
     }
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.GlobalFragment(1, 0, 1, 10, 1, 99),
+        m.CutFragment(m.GlobalFragment(1, 0, 1, 10, 1, 99), 98),
+        m.AnchorValue("a", 2, 0, 1, 99, 10),
+        m.StateChunk("a", 2, "b", 3, 0, 2, 99, 10),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_flipped_bits_of_digested_data_are_left_to_the_receiver_and_all_others_are_found(message: m.Message) -> None:
+    """Flip each bit: in head and prefix it is found, and in data it arrives with the head that was sent."""
+    (raw,) = frames(message, b"0123456789", chunk_bytes=10, digested=True)
+    assert struct.unpack("<IIQQ", raw[:24])[3] == 0, "the data have no checksum"
+    arrived = 0
+    for at, flipped in enumerate(flips(raw)):
+        try:
+            ((came, payload),) = assemble([flipped])
+        except wire.WireError:
+            assert at // 8 < len(raw) - 10
+            continue
+        assert came == message
+        # Nobody reads the 8 bytes of a checksum that is not there.
+        assert bytes(payload) == flipped[-10:] and (16 <= at // 8 < 24 or payload != b"0123456789")
+        arrived += 1
+    assert arrived == 8 * (8 + 10)
+
+
+@pytest.mark.parametrize(
+    "message", [VALUE, m.EvaluateWithout(1, 0, 10), m.HostBlocks("a", 2)], ids=lambda each: type(each).__name__
+)
+def test_a_message_whose_content_has_no_digest_needs_checksums(message: m.Message) -> None:
+    with pytest.raises(wire.WireError, match=f"a {type(message).__name__} without the checksums that it needs"):
+        assemble(frames(message, b"0123456789", digested=True))
+
+
+def test_chunks_of_a_message_are_all_digested_or_none_is() -> None:
+    """A chunk that arrives before its message cannot leave out the checksum that the message needs."""
+    checked, bare = frames(VALUE, b"0123", b"4567"), frames(VALUE, b"0123", b"4567", digested=True)
+    with pytest.raises(wire.WireError, match="is out of place"):
+        assemble([bare[1], checked[0]])
 
 
 @pytest.mark.parametrize(

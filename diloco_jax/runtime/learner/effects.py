@@ -246,6 +246,8 @@ class LearnerInbox:
         self._decisions = decisions
         self._heads = heads
         self._mailbox: Mailbox[Mail] = Mailbox(decisions.machine)
+        # Payloads with another digest than their messages named; they were requested again.
+        self.damaged = 0
 
     def drain(self) -> None:
         """Give the machine the messages that wait for the gap between two steps; the step thread calls it there."""
@@ -265,6 +267,7 @@ class LearnerInbox:
             self._decisions.host.handled()
         elif isinstance(message, StateChunk) and codec.digest(payload) != message.digest:
             donor = message.learner_id
+            self.damaged += 1
             log.warning(f"part {message.part} of the state of {donor} arrived damaged; it is requested again")
         else:
             if isinstance(message, EvaluateWithout):
@@ -290,6 +293,7 @@ class LearnerInbox:
             log.info(f"version {message.version} of fragment {message.fragment_id} is dropped: {error}")
             return
         except ValueError as error:
+            self.damaged += 1
             log.warning(f"version {message.version} of fragment {message.fragment_id} {error}; asking again")
             self._decisions.ask(lambda machine: machine.on_corrupt(now_s))
             return

@@ -58,6 +58,7 @@ from diloco_jax.training.island_state import IslandState
 from diloco_jax.transport.endpoints.dialler import Dialler
 from diloco_jax.transport.group.group import LEADER, GroupMember
 from diloco_jax.transport.link import Rejected, check_name
+from diloco_jax.transport.session.spares import keep_spares
 from diloco_jax.transport.store.counts import calls, requests_text
 from diloco_jax.transport.trust.security import Denied
 
@@ -112,6 +113,7 @@ class Joining(NamedTuple):
     ) -> Host:
         """Resolve the run for the model of this island; return its host: the leader of several, or any other."""
         run, saves = resolve(self.config, island.shapes, island.kinds), self.saved_states()
+        keep_spares(run.version_bytes)
         if self.hosts is None:
             return Host(run, island, compile_step, evaluate, saves)
         # A slice that leads has the state of one behind its own.
@@ -381,6 +383,8 @@ class Joined:
         if self._decisions.link is not None and (values := self._metrics.due(time.monotonic())) is not None:
             if requests := self._dialler.requests:
                 values["bucket_requests"] = calls(requests)
+            if damaged := self.inbox.damaged:
+                values["damaged_payloads"] = damaged
             values |= {OWN_TIME: unix_s(), OWN_PROCESS: os.getpid(), OWN_MACHINE: machine_number()}
             told = tuple(Metric(name, float(value)) for name, value in values.items())
             self._decisions.send(MetricsReport(machine.learner_id, machine.incarnation, machine.local_step, told))

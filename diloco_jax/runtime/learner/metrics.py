@@ -32,6 +32,7 @@ OWN = (
     "device_bytes_peak",
     "host_bytes",
     "bucket_requests",
+    "damaged_payloads",
 )
 # Steps may report this many names; time and process need three more.
 NAMES_MAX = METRICS_MAX - len(OWN) - 3

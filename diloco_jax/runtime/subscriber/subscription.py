@@ -43,6 +43,7 @@ from diloco_jax.transport.endpoints.greeting import ask_description
 from diloco_jax.transport.endpoints.reach import await_listener
 from diloco_jax.transport.link import Delivery, LinkClosed, Rejected, TransportConfig, TransportError, check_name
 from diloco_jax.transport.partials import Partials
+from diloco_jax.transport.session.spares import keep_spares
 
 RECONNECT_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 # The wait for a message ends this often to notice the end of the subscription.
@@ -143,6 +144,8 @@ class Subscription:
         self._began_unix_s, self._run = run.began_unix_s, run.resolved
         self._incarnation = int(time.time() * 1000)
         self._partials = Partials(transport.payload_bytes_max, transport.resume_s)
+        # Whole values arrive one at a time.
+        keep_spares(max(self._run.payload_bytes("float32")))
         self._layouts: list[Layout] = [whole(fragment) for fragment in self._run.fragments]
         self._parameters = {path: np.zeros(shape, np.float32) for path, shape in self._run.plan.shapes.items()}
         self._versions, self._digests = [NO_VERSION] * len(self._layouts), [0] * len(self._layouts)

@@ -60,6 +60,7 @@ from diloco_jax.transport.link import SUBSCRIBER, Delivery, bucket_scheme
 from diloco_jax.transport.session.listener import Listener
 from diloco_jax.transport.session.operator_requests import ADMIT, BAN, OperatorRequest
 from diloco_jax.transport.session.refusals import REFUSALS
+from diloco_jax.transport.session.spares import keep_spares
 
 # The evaluator reads data, which a syncer does not need when islands bring the model.
 if TYPE_CHECKING:
@@ -373,6 +374,7 @@ class SyncerRun:
         resolved = resolve(config, model.shapes, model.kinds)
         if fewer := resolved.fewer_fragments(config.protocol.num_fragments):
             log.info(fewer)
+        keep_spares(resolved.contribution_bytes)
         self._config = config = resolved.config
         self._run_dir = run_dir
         self._stop = stop

@@ -74,6 +74,8 @@ class HostMemory(NamedTuple):
     state_while_given_away: float
     # The memory of emulated devices, without activations.
     emulated_devices: float
+    # Encoded deltas that arrive, and memory that is kept for the next ones.
+    deltas: float
     # What the host's devices hold of a gradient, of its mean and of other slices' gradients, if an island has several.
     gradients_between_slices: float = 0.0
     # What they hold of the whole state, copied for a new leader or a returning slice.
@@ -101,7 +103,7 @@ class SyncerMemory(NamedTuple):
     fragment_in_merge: float
     # A fragment on its way to or from a snapshot.
     fragment_on_disk: float
-    # Learners' payloads that arrive or wait for their merge.
+    # Learners' payloads that arrive or wait for their merge, and memory that is kept for the next ones.
     payloads: float
 
 
@@ -247,6 +249,8 @@ def host_memory(
         _staged_at_once(run, run.payload_bytes(run.config.wire.up)) / hosts,
         blueprint.state_layout.num_bytes / hosts,
         sum(chip_memory(run, blueprint)) * emulated / hosts if emulated else 0.0,
+        run.version_bytes
+        * max(size / fragment.num_elements for size, fragment in zip(sizes, run.fragments, strict=True)),
         gradient_copies(run.config.islands) * gradient,
         # Parameters are sharded like their gradient.
         gradient + moments_on_host(blueprint, hosts) if several else 0.0,
@@ -261,7 +265,6 @@ def syncer_memory(run: ResolvedRun) -> SyncerMemory:
     largest = 4.0 * max(fragment.num_elements for fragment in run.fragments)
     rounds, older = config.wire.down != "float32", protocol.anchor_history - 1
     arrays = 1 + int(rounds) + outer_arrays(config.outer)
-    payloads = max(1, protocol.overlap_steps) * max(run.payload_bytes(config.wire.up)) * config.islands.count
     return SyncerMemory(
         process=SYNCER_PROCESS_BYTES,
         connections=(config.transport.stripes + 1) * config.islands.count * CONNECTION_BYTES,
@@ -272,7 +275,7 @@ def syncer_memory(run: ResolvedRun) -> SyncerMemory:
         older_values=0.0 if rounds else older * model,
         fragment_in_merge=(arrays + min(older, 1)) * largest,
         fragment_on_disk=DISK_COPIES * largest,
-        payloads=payloads,
+        payloads=run.contribution_bytes,
     )
 
 

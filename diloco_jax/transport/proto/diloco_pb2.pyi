@@ -306,26 +306,30 @@ class Frame(_message.Message):
     def __init__(self, header: _Optional[_Union[Header, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., step_report: _Optional[_Union[StepReport, _Mapping]] = ..., fragment_value: _Optional[_Union[FragmentValue, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., pull_request: _Optional[_Union[PullRequest, _Mapping]] = ..., global_fragment: _Optional[_Union[GlobalFragment, _Mapping]] = ..., advance: _Optional[_Union[Advance, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., anchor_value: _Optional[_Union[AnchorValue, _Mapping]] = ..., state_request: _Optional[_Union[StateRequest, _Mapping]] = ..., state_chunk: _Optional[_Union[StateChunk, _Mapping]] = ..., state_refused: _Optional[_Union[StateRefused, _Mapping]] = ..., state_done: _Optional[_Union[StateDone, _Mapping]] = ..., expel: _Optional[_Union[Expel, _Mapping]] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., anchor_request: _Optional[_Union[AnchorRequest, _Mapping]] = ..., state_pull: _Optional[_Union[StatePull, _Mapping]] = ..., state_end: _Optional[_Union[StateEnd, _Mapping]] = ..., state_unavailable: _Optional[_Union[StateUnavailable, _Mapping]] = ..., metrics_report: _Optional[_Union[MetricsReport, _Mapping]] = ..., evaluate: _Optional[_Union[Evaluate, _Mapping]] = ..., score: _Optional[_Union[Score, _Mapping]] = ..., evaluate_without: _Optional[_Union[EvaluateWithout, _Mapping]] = ..., host_meet: _Optional[_Union[HostMeet, _Mapping]] = ..., host_verdict: _Optional[_Union[HostVerdict, _Mapping]] = ..., host_warm_up: _Optional[_Union[HostWarmUp, _Mapping]] = ..., host_connect: _Optional[_Union[HostConnect, _Mapping]] = ..., host_put_batch: _Optional[_Union[HostPutBatch, _Mapping]] = ..., host_step: _Optional[_Union[HostStep, _Mapping]] = ..., host_stage: _Optional[_Union[HostStage, _Mapping]] = ..., host_unstage: _Optional[_Union[HostUnstage, _Mapping]] = ..., host_send: _Optional[_Union[HostSend, _Mapping]] = ..., host_supersede: _Optional[_Union[HostSupersede, _Mapping]] = ..., host_adopt: _Optional[_Union[HostAdopt, _Mapping]] = ..., host_stage_state: _Optional[_Union[HostStageState, _Mapping]] = ..., host_unstage_state: _Optional[_Union[HostUnstageState, _Mapping]] = ..., host_leaf: _Optional[_Union[HostLeaf, _Mapping]] = ..., host_load_state: _Optional[_Union[HostLoadState, _Mapping]] = ..., host_have: _Optional[_Union[HostHave, _Mapping]] = ..., host_end: _Optional[_Union[HostEnd, _Mapping]] = ..., host_answer: _Optional[_Union[HostAnswer, _Mapping]] = ..., host_want: _Optional[_Union[HostWant, _Mapping]] = ..., host_stop: _Optional[_Union[HostStop, _Mapping]] = ..., host_save: _Optional[_Union[HostSave, _Mapping]] = ..., host_saved: _Optional[_Union[HostSaved, _Mapping]] = ..., host_read: _Optional[_Union[HostRead, _Mapping]] = ..., host_restore: _Optional[_Union[HostRestore, _Mapping]] = ..., host_loader: _Optional[_Union[HostLoader, _Mapping]] = ..., host_evaluate: _Optional[_Union[HostEvaluate, _Mapping]] = ..., host_shared: _Optional[_Union[HostShared, _Mapping]] = ..., host_send_anchor: _Optional[_Union[HostSendAnchor, _Mapping]] = ..., host_has: _Optional[_Union[HostHas, _Mapping]] = ..., host_blocks: _Optional[_Union[HostBlocks, _Mapping]] = ..., host_handled: _Optional[_Union[HostHandled, _Mapping]] = ..., host_order: _Optional[_Union[HostOrder, _Mapping]] = ..., host_report: _Optional[_Union[HostReport, _Mapping]] = ..., cut_fragment: _Optional[_Union[CutFragment, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., holdings: _Optional[_Union[Holdings, _Mapping]] = ..., check: _Optional[bytes] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("payload_bytes", "offset", "message", "key", "resumed", "digest")
+    __slots__ = ("payload_bytes", "offset", "message", "key", "resumed", "digest", "digested")
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    DIGESTED_FIELD_NUMBER: _ClassVar[int]
     payload_bytes: int
     offset: int
     message: int
     key: int
     resumed: bool
     digest: int
-    def __init__(self, payload_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., message: _Optional[int] = ..., key: _Optional[int] = ..., resumed: bool = ..., digest: _Optional[int] = ...) -> None: ...
+    digested: bool
+    def __init__(self, payload_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., message: _Optional[int] = ..., key: _Optional[int] = ..., resumed: bool = ..., digest: _Optional[int] = ..., digested: bool = ...) -> None: ...
 
 class Holdings(_message.Message):
-    __slots__ = ("partials",)
+    __slots__ = ("partials", "digests")
     PARTIALS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     partials: _containers.RepeatedCompositeFieldContainer[PartialPayload]
-    def __init__(self, partials: _Optional[_Iterable[_Union[PartialPayload, _Mapping]]] = ...) -> None: ...
+    digests: bool
+    def __init__(self, partials: _Optional[_Iterable[_Union[PartialPayload, _Mapping]]] = ..., digests: bool = ...) -> None: ...
 
 class PartialPayload(_message.Message):
     __slots__ = ("key", "payload_bytes", "start", "stop", "valid_s")

@@ -26,10 +26,12 @@ RANGES_MAX = 1024
 class _Open:
     """A message with some of its chunks."""
 
-    def __init__(self, key: Key, digest: int, partial: Partial | None) -> None:
+    def __init__(self, key: Key, chunk: pb.Chunk, partial: Partial | None) -> None:
         self.key = key
         # The digest of the whole payload if an earlier session started it, else 0.
-        self.digest = digest
+        self.digest = chunk.digest
+        # Whether its chunks have no checksums.
+        self.digested = chunk.digested
         self.resumed = partial is not None
         self.message: Message | None = None
         self.ranges = Ranges() if partial is None else partial.ranges  # arrived
@@ -163,15 +165,15 @@ class Assembly:
         partial = self._partials.claim(key) if chunk.resumed else None
         if chunk.resumed and partial is None:
             raise WireError(f"message {number} leaves out bytes of a payload, but nothing of it is kept here")
-        self._open[number] = _Open(key, chunk.digest, partial)
+        self._open[number] = _Open(key, chunk, partial)
         self.claimed_bytes += chunk.payload_bytes
         return self._open[number]
 
     def _claim(self, each: _Open, message: Message | None, chunk: pb.Chunk, size: int) -> memoryview:
         key = (chunk.key, chunk.payload_bytes)
         where = f"chunk of {size} bytes at {chunk.offset} of {chunk.payload_bytes} of message {chunk.message}"
-        differs = (each.key, each.resumed, each.digest) != (key, chunk.resumed, chunk.digest)
-        if differs or chunk.offset + size > chunk.payload_bytes:
+        ours, theirs = (each.resumed, each.digest, each.digested), (chunk.resumed, chunk.digest, chunk.digested)
+        if each.key != key or ours != theirs or chunk.offset + size > chunk.payload_bytes:
             raise WireError(f"{where} is out of place")
         if message is not None:
             if each.message is not None:

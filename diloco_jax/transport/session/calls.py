@@ -287,12 +287,12 @@ def check_connections(header: pb.Header, config: TransportConfig) -> None:
 
 
 def holdings_metadata(holdings: pb.Holdings) -> tuple[tuple[str, bytes], ...]:
-    """Return the list of our incomplete payloads as items of a call's metadata."""
-    return ((HOLDINGS_KEY, holdings.SerializeToString()),) if holdings.partials else ()
+    """Return what we state as a receiver of payloads as items of a call's metadata."""
+    return ((HOLDINGS_KEY, holdings.SerializeToString()),)
 
 
 def read_holdings(metadata: Mapping[str, str | bytes]) -> PeerHoldings:
-    """Return the caller's incomplete payloads; Refused if the list is too long or malformed."""
+    """Return what the caller states as a receiver of payloads; Refused if the list is too long or malformed."""
     raw = metadata.get(HOLDINGS_KEY, b"")
     if not isinstance(raw, bytes) or len(raw) > HOLDINGS_BYTES_MAX:
         raise Refused(f"the call's {HOLDINGS_KEY} metadata has {len(raw)} bytes, the limit is {HOLDINGS_BYTES_MAX}")

@@ -1,20 +1,35 @@
 """Memory for payloads that arrive, used again when nobody refers to the earlier payload any more.
 
-Fresh memory costs about as much as a copy: the system clears every page before its first byte is written.
+Fresh memory costs about as much as a copy: the system clears every page before its first byte is written. So a process
+states how many bytes of payloads are in flight by the plan of its run. It keeps memory for the next payload as long as
+this memory and that of payloads in use are together within that size. The rest goes back to the system, such as the
+memory of a whole model that arrived when a learner joined.
 """
 
+import contextlib
 import weakref
 from collections import deque
 
 import numpy as np
 
-# Memory that waits for the next payload, per process.
-SPARE_BYTES_MAX = 1 << 28
 # A smaller buffer comes from the allocator, which keeps such memory by itself.
 SPARE_BYTES_MIN = 1 << 20
 
-# Several threads use it without a lock, because the garbage collector may give a buffer back at any point.
+# Several threads use both without a lock, because the garbage collector may give a buffer back at any point.
 _spares: deque[np.ndarray] = deque()
+# Bytes of the memory in use, by the id of its array.
+_lent: dict[int, int] = {}
+# What the process has stated.
+_in_flight_bytes = 0
+
+
+def keep_spares(in_flight_bytes: int) -> None:
+    """Keep memory of payloads for later ones, up to the size of all payloads in flight at a time.
+
+    If a process has several islands, they share what the largest of them states.
+    """
+    global _in_flight_bytes
+    _in_flight_bytes = max(_in_flight_bytes, in_flight_bytes)
 
 
 def take_buffer(size: int) -> np.ndarray:
@@ -30,7 +45,9 @@ def take_buffer(size: int) -> np.ndarray:
     # The memory is spare when no view of this array is left. A slice of `whole` would not do: NumPy lets the views of a
     # slice refer to `whole` itself.
     lent = np.frombuffer(whole.data, np.uint8, size)
+    _lent[id(whole)] = whole.nbytes
     weakref.finalize(lent, _give, whole).atexit = False
+    _free_excess()
     return lent
 
 
@@ -47,8 +64,14 @@ def _take_spare(size: int) -> np.ndarray | None:
 
 
 def _give(whole: np.ndarray) -> None:
-    if whole.nbytes > SPARE_BYTES_MAX:
-        return
+    del _lent[id(whole)]
     _spares.append(whole)
-    while sum(each.nbytes for each in list(_spares)) > SPARE_BYTES_MAX:
-        _spares.popleft()
+    _free_excess()
+
+
+def _free_excess() -> None:
+    """Free the oldest spares until all memory of payloads is within the plan, or nothing is spare."""
+    # Another thread may have taken the last one.
+    with contextlib.suppress(IndexError):
+        while sum(list(_lent.values())) + sum(each.nbytes for each in list(_spares)) > _in_flight_bytes:
+            _spares.popleft()

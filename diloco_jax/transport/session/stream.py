@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import grpc
 
-from diloco_jax.protocol.messages import SYNCER, CutFragment, Message
+from diloco_jax.protocol.messages import SYNCER, CutFragment, Digested, Message
 from diloco_jax.protocol.releases import PROTOCOL
 from diloco_jax.protocol.texts import REASON_LENGTH_MAX, clean
 from diloco_jax.transport import wire
@@ -40,9 +40,14 @@ ResultT = TypeVar("ResultT")
 class Outgoing(NamedTuple):
     """A message that waits for its writer; other sessions may share the payload."""
 
+    message: Message | Command | Reply
     body: bytes
     parts: tuple[memoryview, ...]
-    is_cut: bool = False
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether it is a version that was cut for one host."""
+        return isinstance(self.message, CutFragment)
 
 
 class Outbox:
@@ -120,7 +125,7 @@ class Pieces:
     """
 
     def __init__(self, outbox: Outbox, chunk_bytes: int, writers: int = 1) -> None:
-        # Ranges of coming payloads that the peer has already.
+        # Ranges of coming payloads that the peer has already, and whether it takes digested chunks.
         self.held = PeerHoldings()
         self._outbox = outbox
         self._chunk_bytes = chunk_bytes
@@ -153,7 +158,7 @@ class Pieces:
                 if item is None:
                     return None
                 self._number += 1
-                self._current = self._cut(item)
+                self._current = self._cut(self._number, item)
                 del item
             self._current = iter(())
             return None
@@ -176,7 +181,7 @@ class Pieces:
         number = self._outbox.pass_by(self._count_message)
         if not number:
             return None
-        return next(wire.pieces(number, item.body, item.parts, self._chunk_bytes))
+        return next(self._cut(number, item))
 
     def _count_message(self) -> int:
         """Return the number of a message that no writer sends; 0 if a writer still sends an earlier one."""
@@ -185,13 +190,14 @@ class Pieces:
         self._number += 1
         return self._number
 
-    def _cut(self, item: Outgoing) -> Iterator[wire.BulkPiece]:
+    def _cut(self, number: int, item: Outgoing) -> Iterator[wire.BulkPiece]:
         size = sum(part.nbytes for part in item.parts)
         key, held = 0, None
         if size > RESUME_BYTES_MIN:
             key = key_of(item.parts)
             held = self.held.claim((key, size))
-        return wire.pieces(self._number, item.body, item.parts, self._chunk_bytes, key, held)
+        digested = self.held.digests and isinstance(item.message, Digested)
+        return wire.pieces(number, item.body, item.parts, self._chunk_bytes, key, held, digested=digested)
 
 
 class Lane:
@@ -319,7 +325,7 @@ class StreamSession(Session):
     def send(self, message: Message | Command | Reply, parts: tuple[memoryview, ...]) -> None:
         """Queue a message; LinkClosed if the session is over, or its queue is full, which ends it."""
         bulk = is_bulk(message)
-        item = Outgoing(wire.pack_body(message), parts, isinstance(message, CutFragment))
+        item = Outgoing(message, wire.pack_body(message), parts)
         if (bulk and self._first_stripe.send_at_once(item)) or self._outboxes[bulk].put(item):
             return
         lane = "bulk" if bulk else "control"
@@ -426,7 +432,7 @@ class StreamSession(Session):
             self.fail(f"{lost}: {clean(error.details(), REASON_LENGTH_MAX)} ({error.code().name})")
 
     def hear_holdings(self, holdings: pb.Holdings) -> None:
-        """Skip from now on the ranges that the peer holds; WireError if its list is not possible."""
+        """Send from now on what the peer, by its list, needs; WireError if the list is not possible."""
         try:
             self.pieces.held = PeerHoldings(holdings)
         except ValueError as error:

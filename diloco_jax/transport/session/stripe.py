@@ -90,10 +90,10 @@ class Stripe:
         try:
             if opens:
                 self._send(wire.ready_head())
-            while (head_and_views := self._take()) is not None:
-                self._send(*head_and_views)
+            while (content := self._take()) is not None:
+                self._send(*content)
                 # This frees the payload while the writer waits for the next one.
-                del head_and_views
+                del content
             self._send(wire.goodbye_head(lane.outbox.reason))
             self._connection.finish()
         # A writer that ended silently would leave a session that never ends.
@@ -118,7 +118,7 @@ class Stripe:
             piece = None if self.ended.is_set() else self._session.pieces.take_only(item)
             if piece is None:
                 return False
-            rest = self._frame(wire.piece_head(piece), piece.views)
+            rest = self._frame(wire.piece_head(piece), piece.views, piece.chunk.digested)
             # The thread for the rest finds the error again, and has the time to look for the peer's reason.
             with contextlib.suppress(OSError):
                 rest = self._connection.send_at_once(rest)
@@ -142,20 +142,21 @@ class Stripe:
         finally:
             self._turn.release()
 
-    def _take(self) -> tuple[bytes, Sequence[memoryview]] | None:
+    def _take(self) -> tuple[bytes, Sequence[memoryview], bool] | None:
+        """Return head and data of the next frame, and whether the data are digested; None at the end."""
         try:
             piece = self._session.pieces.take(self._session.config.keepalive_s)
         except TimeoutError:
-            return b"", ()
-        return None if piece is None else (wire.piece_head(piece), piece.views)
+            return b"", (), False
+        return None if piece is None else (wire.piece_head(piece), piece.views, piece.chunk.digested)
 
-    def _send(self, head: bytes, views: Sequence[memoryview] = ()) -> None:
-        frame = self._frame(head, views)
+    def _send(self, head: bytes, views: Sequence[memoryview] = (), digested: bool = False) -> None:
+        frame = self._frame(head, views, digested)
         with self._turn:
             self._connection.send(frame)
 
-    def _frame(self, head: bytes, views: Sequence[memoryview]) -> list[memoryview]:
-        frame = wire.bulk_frame(head, views, checked=not self._connection.encrypted)
+    def _frame(self, head: bytes, views: Sequence[memoryview], digested: bool) -> list[memoryview]:
+        frame = wire.bulk_frame(head, views, checked=not self._connection.encrypted, digested=digested)
         self._session.inbox.count(sent_bytes=sum(part.nbytes for part in frame))
         return frame
 

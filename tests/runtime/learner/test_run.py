@@ -202,6 +202,7 @@ def test_a_damaged_fragment_is_dropped_and_asked_for(script: Script) -> None:
     while again.versions == (-1, -1):
         again = script.await_message(messages.Hello)
     assert again.versions == (0, -1) and again.digests == (script.digest(0, 1.0), 0)
+    assert script.learner.joined.inbox.damaged == 1
     assert not any(isinstance(message, messages.StepReport) for message in script.heard)
     script.give(1, 0, 1.0)
     assert script.await_message(messages.StepReport).local_step == 1

@@ -8,15 +8,22 @@ import numpy as np
 import pytest
 
 from diloco_jax.transport.session import spares
-from diloco_jax.transport.session.spares import SPARE_BYTES_MIN, take_buffer
+from diloco_jax.transport.session.spares import SPARE_BYTES_MIN, keep_spares, take_buffer
 
 SIZE = 4 * SPARE_BYTES_MIN
 
 
+def allow(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """State so many bytes in flight, beside those that other tests have left in use."""
+    monkeypatch.setattr(spares, "_in_flight_bytes", 0)
+    keep_spares(sum(spares._lent.values()) + num_bytes)
+
+
 @pytest.fixture(autouse=True)
-def no_spares() -> Iterator[None]:
+def no_spares(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.collect()
     spares._spares.clear()
+    allow(monkeypatch, 4 * SIZE)
     yield
     spares._spares.clear()
 
@@ -57,10 +64,33 @@ def test_a_view_keeps_the_memory(refer: Callable[[np.ndarray], Any]) -> None:
     assert address(take_buffer(SIZE)) == where
 
 
-def test_little_memory_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spares, "SPARE_BYTES_MAX", 2 * SIZE)
+def waiting() -> list[int]:
+    return [each.nbytes for each in spares._spares]
+
+
+def test_memory_in_use_and_memory_that_waits_stay_within_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow(monkeypatch, 2 * SIZE)
     lent = [take_buffer(SIZE) for _ in range(3)]
     lent.append(take_buffer(2 * SIZE + 1))
     lent.append(take_buffer(SPARE_BYTES_MIN - 1))
     lent.clear()
-    assert [each.nbytes for each in spares._spares] == [SIZE, SIZE]
+    assert waiting() == [SIZE, SIZE]
+    one = take_buffer(SIZE)
+    assert waiting() == [SIZE]
+    larger = take_buffer(SIZE + 1)
+    assert waiting() == [], "the spare is too small, and no room is left for it"
+    del one
+    assert waiting() == []
+    del larger
+    assert waiting() == [SIZE + 1]
+
+
+def test_a_process_that_states_nothing_keeps_nothing_and_several_islands_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow(monkeypatch, 0)
+    take_buffer(SIZE)
+    assert waiting() == []
+    allow(monkeypatch, SIZE)
+    keep_spares(SIZE // 2)
+    lent = [take_buffer(SIZE), take_buffer(SIZE)]
+    lent.clear()
+    assert waiting() == [SIZE]
