@@ -141,7 +141,7 @@ class Blueprint:
         # (state, packed gradient, learning rate) -> (state, metrics), which consumes the state.
         self.packing = packing = Packing(self.tensors, self.mesh)
         gradient_of = make_gradient(graphdef, optimizer.accumulate_steps, self._shardings, streams)
-        self.part = jax.jit(self._traced(make_part(gradient_of, packing)), out_shardings=(packing.layout, scalar))
+        self.part = jax.jit(self._traced(make_part(gradient_of, packing)), out_shardings=(packing.layouts, scalar))
         self.update = jax.jit(
             self._traced(make_packed_update(tx, packing)),
             donate_argnums=0,

@@ -1,8 +1,8 @@
-"""Gradients packed into a few flat arrays, so that a process fetches and puts few arrays instead of one per tensor.
+"""Gradients with their small tensors packed, so that a process fetches and puts few arrays instead of one per tensor.
 
 The cost of a transfer beside its bytes, and of an argument of a program, is the same for a bias and for a matrix. A
-bucket is one array of float32: of each device of the mesh, in its order, the shards of some tensors by ascending path,
-each in C order. So a device packs and unpacks what it holds, without the others.
+bucket is a large tensor as it is, or a flat array of small ones: of each device of the mesh, in its order, the shards
+of these tensors, each in C order. So a device packs and unpacks what it holds, without the others.
 """
 
 import math
@@ -18,17 +18,22 @@ from jaxtyping import Array, Float32
 from diloco_jax.training.state import Params
 
 # The buckets of a gradient.
-Packed = list[Float32[Array, "n"]]
-# Elements of a device in a bucket of several tensors. A larger tensor is a bucket of its own, which costs no copy.
-BUCKET = 1 << 24
+Packed = list[Float32[Array, "..."]]
+# Elements of a device in a bucket of several tensors. The copy of 4 MiB costs more than the call for it.
+BUCKET = 1 << 20
 
 
 class Bucket(NamedTuple):
-    """The tensors of a bucket."""
+    """The tensors of a bucket, and the array that has them."""
 
     paths: tuple[str, ...]
-    # The number of elements of each device.
-    size: int
+    shape: tuple[int, ...]
+    sharding: NamedSharding
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Return the shape of what one device holds."""
+        return self.sharding.shard_shape(self.shape)
 
 
 class Packing:
@@ -42,49 +47,33 @@ class Packing:
     def __init__(
         self, tensors: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh | AbstractMesh, bucket: int = BUCKET
     ) -> None:
-        self._mesh = mesh
-        layouts = {path: leaf.sharding for path, leaf in sorted(tensors.items())}
-        self._specs = {path: layout.spec for path, layout in layouts.items()}
         # The shapes of shards, which are the same on all devices.
-        self._shards = {path: layout.shard_shape(tensors[path].shape) for path, layout in layouts.items()}
-        self.buckets = _buckets({path: math.prod(shape) for path, shape in self._shards.items()}, bucket)
-        # The layout of every bucket.
-        self.layout = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._shards = {path: leaf.sharding.shard_shape(leaf.shape) for path, leaf in sorted(tensors.items())}
+        self._specs = {path: leaf.sharding.spec for path, leaf in tensors.items()}
+        self._mesh = mesh
+        flat = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self.buckets: list[Bucket] = []
+        for paths in _together({path: math.prod(shape) for path, shape in self._shards.items()}, bucket):
+            if len(paths) == 1:
+                leaf = tensors[paths[0]]
+                self.buckets.append(Bucket(paths, tuple(leaf.shape), leaf.sharding))
+            else:
+                size = sum(math.prod(self._shards[path]) for path in paths)
+                self.buckets.append(Bucket(paths, (mesh.size * size,), flat))
+
+    @property
+    def layouts(self) -> list[NamedSharding]:
+        """Return the layouts of the buckets."""
+        return [bucket.sharding for bucket in self.buckets]
 
     @property
     def described(self) -> list[jax.ShapeDtypeStruct]:
         """Return shapes and layouts of the buckets."""
-        return [
-            jax.ShapeDtypeStruct((self._mesh.size * bucket.size,), np.float32, sharding=self.layout)
-            for bucket in self.buckets
-        ]
-
-    def pack(self, gradient: Params) -> Packed:
-        """Return the buckets of a float32 gradient in the layout of the parameters; call this inside a program."""
-
-        def local(shards: Params) -> Packed:
-            return [jnp.concatenate([shards[path].reshape(-1) for path in each.paths]) for each in self.buckets]
-
-        packed: Packed = self._on_each_device(local, self._specs, self._bucket_specs)(gradient)
-        return packed
-
-    def unpack(self, packed: Packed) -> Params:
-        """Return the gradient of buckets, in the layout of the parameters; call this inside a program."""
-
-        def local(rows: Packed) -> Params:
-            shards: Params = {}
-            for bucket, row in zip(self.buckets, rows, strict=True):
-                ends = np.cumsum([math.prod(self._shards[path]) for path in bucket.paths])[:-1]
-                for path, flat in zip(bucket.paths, jnp.split(row, ends), strict=True):
-                    shards[path] = flat.reshape(self._shards[path])
-            return shards
-
-        gradient: Params = self._on_each_device(local, self._bucket_specs, self._specs)(packed)
-        return gradient
+        return [jax.ShapeDtypeStruct(each.shape, np.float32, sharding=each.sharding) for each in self.buckets]
 
     @property
     def starts(self) -> dict[str, tuple[int, int]]:
-        """Return of each tensor the number of its bucket, and where its shard starts in a device's part of it."""
+        """Return of each tensor the number of its bucket, and the position of its shard in a device's part of it."""
         found = {}
         for number, bucket in enumerate(self.buckets):
             start = 0
@@ -93,21 +82,51 @@ class Packing:
                 start += math.prod(self._shards[path])
         return found
 
-    @property
-    def _bucket_specs(self) -> list[PartitionSpec]:
-        return [self.layout.spec] * len(self.buckets)
+    def pack(self, gradient: Params) -> Packed:
+        """Return the buckets of a float32 gradient in the layout of the parameters; call this inside a program."""
 
-    def _on_each_device(self, function: Callable[[Any], Any], given: Any, returned: Any) -> Callable[[Any], Any]:
-        return jax.shard_map(function, mesh=self._mesh, in_specs=(given,), out_specs=returned, check_vma=False)
+        def join(*shards: Array) -> Array:
+            return jnp.concatenate([shard.reshape(-1) for shard in shards])
+
+        packed = []
+        for bucket in self.buckets:
+            tensors = [gradient[path] for path in bucket.paths]
+            specs = tuple(self._specs[path] for path in bucket.paths)
+            alone = len(tensors) == 1
+            packed.append(tensors[0] if alone else self._on_each_device(join, specs, bucket.sharding.spec)(*tensors))
+        return packed
+
+    def unpack(self, packed: Packed) -> Params:
+        """Return the gradient of buckets, in the layout of the parameters; call this inside a program."""
+        gradient: Params = {}
+        for bucket, array in zip(self.buckets, packed, strict=True):
+            shapes = [self._shards[path] for path in bucket.paths]
+
+            def cut(flat: Array, shapes: list[tuple[int, ...]] = shapes) -> tuple[Array, ...]:
+                pieces = jnp.split(flat, np.cumsum([math.prod(shape) for shape in shapes])[:-1])
+                return tuple(piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True))
+
+            specs = tuple(self._specs[path] for path in bucket.paths)
+            alone = len(shapes) == 1
+            tensors = (array,) if alone else self._on_each_device(cut, (bucket.sharding.spec,), specs)(array)
+            gradient.update(zip(bucket.paths, tensors, strict=True))
+        return gradient
+
+    def _on_each_device(self, function: Callable[..., Any], given: Any, returned: Any) -> Callable[..., Any]:
+        return jax.shard_map(function, mesh=self._mesh, in_specs=given, out_specs=returned, check_vma=False)
 
 
-def _buckets(sizes: Mapping[str, int], limit: int) -> list[Bucket]:
-    """Divide tensors of these sizes into buckets, in their order."""
-    buckets: list[Bucket] = []
+def _together(sizes: Mapping[str, int], limit: int) -> list[tuple[str, ...]]:
+    """Divide tensors of these sizes, in their order, into groups of at most `limit` elements; larger ones are alone."""
+    alone = [(path,) for path, size in sizes.items() if size > limit]
+    groups: list[tuple[str, ...]] = []
+    room = 0
     for path, size in sizes.items():
-        if buckets and buckets[-1].size + size <= limit:
-            last = buckets.pop()
-            buckets.append(Bucket((*last.paths, path), last.size + size))
-        else:
-            buckets.append(Bucket((path,), size))
-    return buckets
+        if size > limit:
+            continue
+        if not groups or size > room:
+            groups.append(())
+            room = limit
+        groups[-1] += (path,)
+        room -= size
+    return alone + groups

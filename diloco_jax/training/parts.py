@@ -103,10 +103,11 @@ class PartSteps:
     def _rows(self) -> list[list[Row]]:
         """Return the rows of every bucket."""
         packing, start = self._blueprint.packing, 0
+        starts = packing.starts
         pieces = [defaultdict[jax.Device, list[Piece]](list) for _ in packing.buckets]
         for path, places in self.places.items():
             leaf = self._blueprint.tensors[path]
-            bucket, at = packing.starts[path]
+            bucket, at = starts[path]
             size = math.prod(lengths(places[0]))
             for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
                 number = places.index(spans_of(index, leaf.shape))
@@ -154,7 +155,7 @@ class PartSteps:
         metrics = self._island.wait(handle.step)
         flat = np.empty(self.size, np.float32)
         for row, pieces in handle.rows:
-            values = jax.device_get(row)
+            values = jax.device_get(row).reshape(-1)
             for at, start, size in pieces:
                 flat[start : start + size] = values[at : at + size]
         return Part(flat, metrics, metrics.get(WEIGHT, 1.0))
@@ -173,17 +174,16 @@ class PartSteps:
             raise ValueError(
                 f"the mean gradient has shape {mean.shape}, expected ({self.size},); do all slices have the same model?"
             )
-        packing = self._blueprint.packing
         packed = []
-        for described, bucket, held in zip(packing.described, packing.buckets, self._rows, strict=True):
-            arrays = []
+        for bucket, held in zip(self._blueprint.packing.buckets, self._rows, strict=True):
+            arrays, shape = [], bucket.shard_shape
             for pieces, devices in held:
-                row = aligned(bucket.size)
+                row = aligned(math.prod(shape))
                 for at, start, size in pieces:
                     row[at : at + size] = mean[start : start + size]
                 # Nobody changes the row afterwards, so the devices may share its memory.
-                arrays += [jax.device_put(row, device) for device in devices]
-            packed.append(jax.make_array_from_single_device_arrays(described.shape, packing.layout, arrays))
+                arrays += [jax.device_put(row.reshape(shape), device) for device in devices]
+            packed.append(jax.make_array_from_single_device_arrays(bucket.shape, bucket.sharding, arrays))
         island = self._island
         program = self._update or self._blueprint.update
         island.state, handle = island.dispatch(

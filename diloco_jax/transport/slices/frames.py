@@ -47,7 +47,7 @@ class Vocabulary:
         self._rules = {cls.__name__: _record_rule(cls) for cls in messages}
         self.classes = frozenset(messages)
         # The last message and its head, because a slice sends most messages to all others.
-        self._last: tuple[Any, bytes] = (None, b"")
+        self._last: tuple[Any, bytes] = object(), b""
 
     def pack(self, message: Any) -> bytes:
         """Return the head of a message, which nobody changes afterwards; any thread may call this.
@@ -56,7 +56,7 @@ class Vocabulary:
             ValueError: The message has another class, a field does not fit its type, or the head is too large.
         """
         last, head = self._last
-        if message is last and message is not None:
+        if message is last:
             return head
         name = type(message).__name__
         if type(message) not in self.classes:
