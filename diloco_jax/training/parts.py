@@ -65,7 +65,7 @@ class PartHandle(NamedTuple):
     """A dispatched gradient of a part, which `PartSteps.take` waits for."""
 
     # The parts of buckets on this process's devices, and the pieces to read of each.
-    rows: list[tuple[Array, Sequence[Piece]]]
+    rows: Sequence[tuple[Array, Sequence[Piece]]]
     step: StepHandle
 
 
@@ -114,9 +114,9 @@ class PartSteps:
                 pieces[bucket][device].append(Piece(at, start + number * size, size))
             start += len(places) * size
         rows = []
-        for bucket in pieces:
+        for by_device in pieces:
             alike = defaultdict[tuple[Piece, ...], list[jax.Device]](list)
-            for device, held in bucket.items():
+            for device, held in by_device.items():
                 alike[tuple(held)].append(device)
             rows.append([Row(held, devices) for held, devices in alike.items()])
         return rows
