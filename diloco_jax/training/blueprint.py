@@ -26,7 +26,6 @@ from diloco_jax.training.exchanged import by_name
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.models.protocol import GraphDef, join_model, load_model, logical_axes, split_model
 from diloco_jax.training.optimizers import OptimizerConfig, make_inner
-from diloco_jax.training.packing import Packing
 from diloco_jax.training.sharding import (
     LogicalAxes,
     MeshConfig,
@@ -47,6 +46,7 @@ from diloco_jax.training.train_step import (
 )
 from diloco_jax.training.variables import Draw, Streams, draw_of, frozen_variables, other_variables
 from diloco_jax.training.whole_state.layout import StateLayout
+from diloco_jax.training.whole_state.packing import Packing
 
 T = TypeVar("T")
 # What to do about a parameter without axis names in a stack of layers.

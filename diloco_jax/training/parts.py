@@ -46,7 +46,7 @@ def check_no_other_state(blueprint: Blueprint) -> None:
         )
 
 
-class Piece(NamedTuple):
+class ShardPlace(NamedTuple):
     """A shard in a device's part of a bucket, and in a flat gradient."""
 
     at: int
@@ -54,10 +54,10 @@ class Piece(NamedTuple):
     size: int
 
 
-class Row(NamedTuple):
-    """What devices of this process hold of a bucket: all of them the same."""
+class HeldRow(NamedTuple):
+    """The shards in a bucket that some devices of this process hold, all of them the same."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPlace, ...]
     devices: list[jax.Device]
 
 
@@ -65,7 +65,7 @@ class PartHandle(NamedTuple):
     """A dispatched gradient of a part, which `PartSteps.take` waits for."""
 
     # The parts of buckets on this process's devices, and the pieces to read of each.
-    rows: Sequence[tuple[Array, Sequence[Piece]]]
+    rows: Sequence[tuple[Array, Sequence[ShardPlace]]]
     step: StepHandle
 
 
@@ -100,25 +100,25 @@ class PartSteps:
         self._update: jax.stages.Compiled | None = None
 
     @cached_property
-    def _rows(self) -> list[list[Row]]:
+    def _rows(self) -> list[list[HeldRow]]:
         """Return the rows of every bucket."""
         packing, start = self._blueprint.packing, 0
         starts = packing.starts
-        pieces = [defaultdict[jax.Device, list[Piece]](list) for _ in packing.buckets]
+        pieces = [defaultdict[jax.Device, list[ShardPlace]](list) for _ in packing.buckets]
         for path, places in self.places.items():
             leaf = self._blueprint.tensors[path]
             bucket, at = starts[path]
             size = math.prod(lengths(places[0]))
             for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
                 number = places.index(spans_of(index, leaf.shape))
-                pieces[bucket][device].append(Piece(at, start + number * size, size))
+                pieces[bucket][device].append(ShardPlace(at, start + number * size, size))
             start += len(places) * size
         rows = []
         for by_device in pieces:
-            alike = defaultdict[tuple[Piece, ...], list[jax.Device]](list)
+            alike = defaultdict[tuple[ShardPlace, ...], list[jax.Device]](list)
             for device, held in by_device.items():
                 alike[tuple(held)].append(device)
-            rows.append([Row(held, devices) for held, devices in alike.items()])
+            rows.append([HeldRow(held, devices) for held, devices in alike.items()])
         return rows
 
     def warm_up(self, shapes: Shapes) -> None:

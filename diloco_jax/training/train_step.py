@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Shaped
 
 from diloco_jax.training.models.protocol import GraphDef, TrainableModel, join_model
-from diloco_jax.training.packing import Packed, Packing
 from diloco_jax.training.sharding import constrain, current_layout
 from diloco_jax.training.state import Batch, Metrics, Params, TrainState, Variables
 from diloco_jax.training.variables import Draw, Streams, state_after
+from diloco_jax.training.whole_state.packing import Packed, Packing
 
 # Loss, metrics and gradient of a batch.
 Found = tuple[Float[Array, ""], Metrics, Params]

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from diloco_jax.training.packing import Packing
 from diloco_jax.training.sharding import MeshConfig, make_mesh
+from diloco_jax.training.whole_state.packing import Packing
 
 # Cut over one axis, over the other, over both, and whole on all devices.
 TENSORS = {

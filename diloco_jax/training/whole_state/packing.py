@@ -23,7 +23,7 @@ Packed = list[Float32[Array, "..."]]
 BUCKET = 1 << 20
 
 
-class Bucket(NamedTuple):
+class PackedTensors(NamedTuple):
     """The tensors of a bucket, and the array that has them."""
 
     paths: tuple[str, ...]
@@ -52,14 +52,14 @@ class Packing:
         self._specs = {path: leaf.sharding.spec for path, leaf in tensors.items()}
         self._mesh = mesh
         flat = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self.buckets: list[Bucket] = []
+        self.buckets: list[PackedTensors] = []
         for paths in _together({path: math.prod(shape) for path, shape in self._shards.items()}, bucket):
             if len(paths) == 1:
                 leaf = tensors[paths[0]]
-                self.buckets.append(Bucket(paths, tuple(leaf.shape), leaf.sharding))
+                self.buckets.append(PackedTensors(paths, tuple(leaf.shape), leaf.sharding))
             else:
                 size = sum(math.prod(self._shards[path]) for path in paths)
-                self.buckets.append(Bucket(paths, (mesh.size * size,), flat))
+                self.buckets.append(PackedTensors(paths, (mesh.size * size,), flat))
 
     @property
     def layouts(self) -> list[NamedSharding]:
