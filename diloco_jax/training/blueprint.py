@@ -36,9 +36,17 @@ from diloco_jax.training.sharding import (
     use_layout,
 )
 from diloco_jax.training.state import Batch, Metrics, Params, TrainState, Variables
-from diloco_jax.training.train_step import WEIGHT, make_gradient, make_part, make_train_step, make_update, model_loss
+from diloco_jax.training.train_step import (
+    WEIGHT,
+    make_gradient,
+    make_packed_update,
+    make_part,
+    make_train_step,
+    model_loss,
+)
 from diloco_jax.training.variables import Draw, Streams, draw_of, frozen_variables, other_variables
 from diloco_jax.training.whole_state.layout import StateLayout
+from diloco_jax.training.whole_state.packing import Packing
 
 T = TypeVar("T")
 # What to do about a parameter without axis names in a stack of layers.
@@ -129,12 +137,15 @@ class Blueprint:
             donate_argnums=0,
             out_shardings=(self.state_shardings, scalar),
         )
-        # The same in two halves: (parameters, batch, draw, frozen variables) -> (float32 gradient, metrics), and
-        # (state, gradient, learning rate) -> (state, metrics), which consumes the state.
+        # The same in two halves: (parameters, batch, draw, frozen variables) -> (packed gradient, metrics), and
+        # (state, packed gradient, learning rate) -> (state, metrics), which consumes the state.
+        self.packing = packing = Packing(self.tensors, self.mesh)
         gradient_of = make_gradient(graphdef, optimizer.accumulate_steps, self._shardings, streams)
-        self.part = jax.jit(self._traced(make_part(gradient_of)), out_shardings=(self._shardings, scalar))
+        self.part = jax.jit(self._traced(make_part(gradient_of, packing)), out_shardings=(packing.layouts, scalar))
         self.update = jax.jit(
-            self._traced(make_update(tx)), donate_argnums=0, out_shardings=(self.state_shardings, scalar)
+            self._traced(make_packed_update(tx, packing)),
+            donate_argnums=0,
+            out_shardings=(self.state_shardings, scalar),
         )
         # (parameters, other state and frozen variables, batch) -> (mean loss, metrics), in evaluation mode
         self.loss = jax.jit(self._traced(loss), out_shardings=scalar)
@@ -235,12 +246,8 @@ class Blueprint:
         return self.part.lower(self.tensors, *self._describe_batch(shapes), self.frozen)
 
     def lower_update(self) -> jax.stages.Lowered:
-        """Return the update with a float32 gradient, ready to be compiled."""
-        gradient = {
-            path: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding)
-            for path, leaf in self.tensors.items()
-        }
-        return self.update.lower(self._described_state, gradient, self._described_rate)
+        """Return the update with a packed gradient, ready to be compiled."""
+        return self.update.lower(self._described_state, self.packing.described, self._described_rate)
 
     @property
     def _described_state(self) -> TrainState:

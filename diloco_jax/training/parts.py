@@ -15,7 +15,9 @@ computed a part, and into however many chunks the flat gradients are cut.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -25,11 +27,12 @@ from jaxtyping import Array, Float32
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.sample import Shapes
 from diloco_jax.training.island import Island, StepHandle, shapes_key
-from diloco_jax.training.sharding import put_array
 from diloco_jax.training.state import Batch
 from diloco_jax.training.train_step import WEIGHT
-from diloco_jax.training.whole_state.staging import PartialLeaf, Spans, lengths, spans_of
+from diloco_jax.training.whole_state.staging import Spans, lengths, spans_of
 
+# XLA's alignment of buffers in bytes.
+ALIGNMENT = 64
 Flat = Float32[np.ndarray, "n"]
 
 
@@ -43,11 +46,26 @@ def check_no_other_state(blueprint: Blueprint) -> None:
         )
 
 
+class ShardPlace(NamedTuple):
+    """A shard in a device's part of a bucket, and in a flat gradient."""
+
+    at: int
+    start: int
+    size: int
+
+
+class HeldRow(NamedTuple):
+    """The shards in a bucket that some devices of this process hold, all of them the same."""
+
+    pieces: tuple[ShardPlace, ...]
+    devices: list[jax.Device]
+
+
 class PartHandle(NamedTuple):
     """A dispatched gradient of a part, which `PartSteps.take` waits for."""
 
-    # The shards of the gradient on this process's devices, each once, by path and then by place; float32.
-    shards: list[Array]
+    # The parts of buckets on this process's devices, and the pieces to read of each.
+    rows: Sequence[tuple[Array, Sequence[ShardPlace]]]
     step: StepHandle
 
 
@@ -81,6 +99,28 @@ class PartSteps:
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
         self._update: jax.stages.Compiled | None = None
 
+    @cached_property
+    def _rows(self) -> list[list[HeldRow]]:
+        """Return the rows of every bucket."""
+        packing, start = self._blueprint.packing, 0
+        starts = packing.starts
+        pieces = [defaultdict[jax.Device, list[ShardPlace]](list) for _ in packing.buckets]
+        for path, places in self.places.items():
+            leaf = self._blueprint.tensors[path]
+            bucket, at = starts[path]
+            size = math.prod(lengths(places[0]))
+            for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+                number = places.index(spans_of(index, leaf.shape))
+                pieces[bucket][device].append(ShardPlace(at, start + number * size, size))
+            start += len(places) * size
+        rows = []
+        for by_device in pieces:
+            alike = defaultdict[tuple[ShardPlace, ...], list[jax.Device]](list)
+            for device, held in by_device.items():
+                alike[tuple(held)].append(device)
+            rows.append([HeldRow(held, devices) for held, devices in alike.items()])
+        return rows
+
     def warm_up(self, shapes: Shapes) -> None:
         """Compile both programs for parts of these shapes, without running them; any thread may call this."""
         if shapes_key(shapes) not in self._compiled:
@@ -98,24 +138,26 @@ class PartSteps:
         island = self._island
         program = self._compiled.get(shapes_key(batch), self._blueprint.part)
         draw = self._blueprint.put_draw(position)
-        gradient, step = island.dispatch(program, island.state.params, batch, draw, island.base.values)
-        shards = []
-        for path, places in self.places.items():
-            value = gradient[path]
-            here = {spans_of(shard.index, value.shape): shard.data for shard in value.addressable_shards}
-            shards += [here[spans] for spans in places]
-        for shard in shards:
-            shard.copy_to_host_async()
-        return PartHandle(shards, step)
+        packed, step = island.dispatch(program, island.state.params, batch, draw, island.base.values)
+        rows, known = [], set[int]()
+        for bucket, held in zip(packed, self._rows, strict=True):
+            here = {shard.device: shard.data for shard in bucket.addressable_shards}
+            for pieces, devices in held:
+                # Each shard is read once, although rows that differ may both have it.
+                if new := [piece for piece in pieces if piece.start not in known]:
+                    known.update(piece.start for piece in new)
+                    here[devices[0]].copy_to_host_async()
+                    rows.append((here[devices[0]], new))
+        return PartHandle(rows, step)
 
     def take(self, handle: PartHandle) -> Part:
         """Wait until a gradient is computed, and return it in RAM."""
         metrics = self._island.wait(handle.step)
         flat = np.empty(self.size, np.float32)
-        start = 0
-        for shard in handle.shards:
-            flat[start : start + shard.size] = jax.device_get(shard).reshape(-1)
-            start += shard.size
+        for row, pieces in handle.rows:
+            values = jax.device_get(row).reshape(-1)
+            for at, start, size in pieces:
+                flat[start : start + size] = values[at : at + size]
         return Part(flat, metrics, metrics.get(WEIGHT, 1.0))
 
     def apply(self, mean: Flat, learning_rate: float, metrics: Mapping[str, float]) -> StepHandle:
@@ -132,22 +174,29 @@ class PartSteps:
             raise ValueError(
                 f"the mean gradient has shape {mean.shape}, expected ({self.size},); do all slices have the same model?"
             )
-        gradient, start = {}, 0
-        for path, places in self.places.items():
-            leaf = self._blueprint.tensors[path]
-            value = PartialLeaf("float32", leaf.shape)
-            for spans in places:
-                shape = lengths(spans)
-                stop = start + math.prod(shape)
-                value.add(spans, mean[start:stop].reshape(shape))
-                start = stop
-            gradient[path] = put_array(value, leaf.sharding)
+        packed = []
+        for bucket, held in zip(self._blueprint.packing.buckets, self._rows, strict=True):
+            arrays, shape = [], bucket.shard_shape
+            for pieces, devices in held:
+                row = aligned(math.prod(shape))
+                for at, start, size in pieces:
+                    row[at : at + size] = mean[start : start + size]
+                # Nobody changes the row afterwards, so the devices may share its memory.
+                arrays += [jax.device_put(row.reshape(shape), device) for device in devices]
+            packed.append(jax.make_array_from_single_device_arrays(bucket.shape, bucket.sharding, arrays))
         island = self._island
         program = self._update or self._blueprint.update
         island.state, handle = island.dispatch(
-            program, island.state, gradient, island.put_rate(learning_rate), known=metrics
+            program, island.state, packed, island.put_rate(learning_rate), known=metrics
         )
         return handle
+
+
+def aligned(size: int) -> Flat:
+    """Return an array of `size` numbers that a CPU device can use in place; XLA copies other arrays."""
+    memory = np.empty(4 * size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + 4 * size].view(np.float32)
 
 
 def mean_chunk(chunks: Sequence[Flat], weights: Sequence[float]) -> Flat:

@@ -18,6 +18,7 @@ from diloco_jax.training.models.protocol import GraphDef, TrainableModel, join_m
 from diloco_jax.training.sharding import constrain, current_layout
 from diloco_jax.training.state import Batch, Metrics, Params, TrainState, Variables
 from diloco_jax.training.variables import Draw, Streams, state_after
+from diloco_jax.training.whole_state.packing import Packed, Packing
 
 # Loss, metrics and gradient of a batch.
 Found = tuple[Float[Array, ""], Metrics, Params]
@@ -143,8 +144,10 @@ def make_train_step(
     return train_step
 
 
-def make_part(gradient_of: Callable[..., tuple[Found, Variables]]) -> Callable[..., tuple[Params, Metrics]]:
-    """Return a function of (parameters, batch, draw, frozen variables) with a float32 gradient and float32 metrics.
+def make_part(
+    gradient_of: Callable[..., tuple[Found, Variables]], packing: Packing
+) -> Callable[..., tuple[Packed, Metrics]]:
+    """Return a function of (parameters, batch, draw, frozen variables) with a packed gradient and float32 metrics.
 
     Args:
       gradient_of: the result of `make_gradient` for a model without other state.
@@ -152,14 +155,20 @@ def make_part(gradient_of: Callable[..., tuple[Found, Variables]]) -> Callable[.
 
     def part(
         params: Params, batch: Batch, draw: Draw | None = None, frozen: Mapping[str, Array] = NOTHING
-    ) -> tuple[Params, Metrics]:
+    ) -> tuple[Packed, Metrics]:
         (loss, metrics, gradient), _ = gradient_of(params, {}, batch, draw, frozen)
         exact: tuple[Params, Metrics] = jax.tree.map(
             lambda leaf: leaf.astype(jnp.float32), (gradient, {**metrics, "loss": loss})
         )
-        return exact
+        return packing.pack(exact[0]), exact[1]
 
     return part
+
+
+def make_packed_update(tx: optax.GradientTransformation, packing: Packing) -> Callable[..., tuple[TrainState, Metrics]]:
+    """Return `make_update` as a function of (state, packed gradient, learning rate)."""
+    update = make_update(tx)
+    return lambda state, packed, learning_rate: update(state, packing.unpack(packed), learning_rate)
 
 
 def _micro_batches(batch: Batch, count: int) -> Batch:

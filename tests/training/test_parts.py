@@ -94,6 +94,13 @@ def test_neither_the_place_of_a_part_nor_the_number_of_chunks_changes_a_bit(
     assert found[0] == found[1] == found[2]
 
 
+def test_small_tensors_are_fetched_together_and_once(make_island: MakeIsland, batches: list[Sample]) -> None:
+    steps = PartSteps(island := make_island(module=SMALL, optimizer=OptimizerConfig(**SGD), data=2))
+    ((array, pieces),) = steps.gradient(island.put_batch(batches[0])).rows
+    assert len(steps.places) == len(pieces) == 3
+    assert array.shape == (steps.size,), "both devices hold the whole gradient, and one is read"
+
+
 def test_parts_are_accumulated_inside_too(make_island: MakeIsland, batches: list[Sample]) -> None:
     whole = compute(make_island(module=SMALL, optimizer=OptimizerConfig(**SGD)), batches[0])
     accumulated = compute(make_island(module=SMALL, optimizer=OptimizerConfig(**SGD, accumulate_steps=4)), batches[0])
@@ -124,6 +131,9 @@ def test_a_part_of_a_split_model_is_a_whole_gradient(make_island: MakeIsland, ba
     for path, value in tensors_of(PartSteps(split), part.flat).items():
         np.testing.assert_allclose(value, expected[path], atol=1e-6)
     assert PartSteps(split).size == one.flat.size == sum(value.size for value in split.parameters().values())
+    rows = PartSteps(split).gradient(split.put_batch(batches[0])).rows
+    starts = [piece.start for _, pieces in rows for piece in pieces]
+    assert len(rows) == 4 and len(starts) == len({*starts}), "each shard is read once"
     update(split, [part])
     assert split.state.params["blocks/0/up/kernel"].sharding == split.blueprint.tensors["blocks/0/up/kernel"].sharding
 

@@ -67,10 +67,10 @@ class TurnExchange:
 
     def add(self, number: int, part: Part) -> Iterator[Sending]:
         """Take a part that this slice has computed; yield what the members need of it."""
+        at = self.turn.term, self.turn.change, self.turn.attempt
+        message = Chunk(*at, number, dict(part.metrics), part.weight)
         for index, (start, stop) in enumerate(self._bounds):
             chunk = part.flat[start:stop]
-            at = self.turn.term, self.turn.change, self.turn.attempt
-            message = Chunk(*at, number, dict(part.metrics), part.weight)
             if index == self._index:
                 yield from self.on_chunk(self._own, message, chunk)
             else:

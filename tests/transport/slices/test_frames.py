@@ -44,6 +44,13 @@ def test_a_message_returns_as_it_was() -> None:
     assert isinstance(VOCABULARY.unpack(b'["Inner",["a",2]]').rate, float)
 
 
+def test_a_message_to_several_slices_is_packed_once() -> None:
+    one, equal, other = Inner("a", 2.0), Inner("a", 2.0), Inner("b", 2.0)
+    first = VOCABULARY.pack(one)
+    assert VOCABULARY.pack(one) is first
+    assert VOCABULARY.pack(other) != first == VOCABULARY.pack(equal)
+
+
 WRONG: dict[str, Any] = {
     "number": (True, 1.0, "1", None, 1 << 64, -(1 << 63) - 1, [1]),
     "flag": (1, None),
