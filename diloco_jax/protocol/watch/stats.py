@@ -128,7 +128,7 @@ class RunStats:
         busy_s = report.step_s
         known = stats.last_step if report.incarnation == stats.incarnation else 0
         # Rounds that wait for an island on purpose say nothing about the syncer.
-        enough = len(self._syncer.membership.connected()) >= self._syncer.config.quorum
+        enough = self._syncer.membership.live >= self._syncer.config.quorum
         if enough and not self._syncer.rounds.awaits_starters:
             made = report.local_step - known
             self._outrun.on_steps(report.learner_id, made, self._syncer.global_step, report.step_s)

@@ -184,6 +184,8 @@ class Subscription:
             while (received := self._receive()) is not None:
                 message, payload = received
                 exact = self._take(message, payload)
+                # Otherwise the next payload could not use this one's memory.
+                del received, payload
                 last = self._over and isinstance(message, Welcome)
                 if last:
                     # The syncer of a complete run waits for its subscribers.

@@ -140,7 +140,7 @@ def _condition(row: Mapping[str, Any]) -> str:
     """Return an island's condition with its figures."""
     facts = IslandFacts.of(row)
     always = ", ".join(table.texts(table.ISLAND_FIGURES, facts, lambda figure: figure.always))
-    details = f" after step {row['local_step']}"
+    details = f" after inner step {row['local_step']}"
     if row["condition"] == FINISHED:
         rate = f", {format_count(row['tokens_per_s'])} tokens/s on average" if row["tokens_per_s"] else ""
         return f"{FINISHED}{details}{rate}; {always}"

@@ -73,9 +73,6 @@ def channel_options(config: TransportConfig) -> list[tuple[str, int]]:
         ("grpc.http2.ping_timeout_ms", round(config.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # Each end would answer a message after a pause with a ping that measures the link, to choose a window for large
-        # transfers. Control messages fit into the window below, and come after a pause.
-        ("grpc.http2.bdp_probe", 0),
         # A piece of `diloco doctor`'s measurement travels in one frame.
         ("grpc.http2.max_frame_size", 1 << 20),
         # Without it that measurement needs a gigabyte to fill a 60 ms link.

@@ -113,29 +113,36 @@ class Stripe:
         """Send a small message on this thread without a wait; False if it has to go through the outbox."""
         if not self._turn.acquire(blocking=False):
             return False
+        piece = None if self.ended.is_set() else self._session.pieces.take_only(item)
+        if piece is None:
+            self._turn.release()
+            return False
         rest: list[memoryview] = []
+        failure: Exception | None = None
         try:
-            piece = None if self.ended.is_set() else self._session.pieces.take_only(item)
-            if piece is None:
-                return False
-            rest = self._frame(wire.piece_head(piece), piece.views, piece.chunk.digested)
-            # The thread for the rest finds the error again, and has the time to look for the peer's reason.
-            with contextlib.suppress(OSError):
-                rest = self._connection.send_at_once(rest)
+            rest = self._connection.send_at_once(self._frame(wire.piece_head(piece), piece.views, piece.chunk.digested))
+        # The message has its number already, so the session ends if it cannot be sent.
+        except Exception as error:
+            failure = error
+        if not rest and failure is None:
+            self._turn.release()
             return True
-        finally:
-            if rest:
-                title = f"{self._lane.title}-{self._session.peer}"
-                thread = threading.Thread(
-                    target=self._send_rest, args=(rest,), name=f"diloco-rest-{title}", daemon=True
-                )
-                thread.start()
-            else:
-                self._turn.release()
-
-    def _send_rest(self, rest: list[memoryview]) -> None:
-        """Send what the connection did not take at once, in this stripe's turn."""
+        title = f"{self._lane.title}-{self._session.peer}"
+        thread = threading.Thread(
+            target=self._send_rest, args=(rest, failure), name=f"diloco-rest-{title}", daemon=True
+        )
         try:
+            thread.start()
+        except RuntimeError as error:
+            self._turn.release()
+            self._session.fail_lost(self._lane, error)
+        return True
+
+    def _send_rest(self, rest: list[memoryview], failure: Exception | None) -> None:
+        """Send what the connection did not take at once, or end the session for the failure; then end the turn."""
+        try:
+            if failure is not None:
+                raise failure
             self._connection.send(rest)
         except Exception as error:
             self._fail_to_write(error)

@@ -177,7 +177,7 @@ def test_banned_names_are_in_the_status_with_their_reasons(tmp_path: Path) -> No
     ]
     text = describe(status)
     assert text.endswith("\nbanned: b (bad data); never-seen (left the company)")
-    assert "  b  banned for 1 s after step" in text and "; bad data;" in text
+    assert "  b  banned for 1 s after inner step" in text and "; bad data;" in text
     (tmp_path / "status.json").write_text(json.dumps(status))
     assert is_banned(tmp_path, "b") and not is_banned(tmp_path, "a") and not is_banned(tmp_path / "none", "b")
     syncer.on_admit("b", 5.0)
