@@ -143,8 +143,9 @@ class PartSteps:
         for bucket, held in zip(packed, self._rows, strict=True):
             here = {shard.device: shard.data for shard in bucket.addressable_shards}
             for pieces, devices in held:
-                # Each shard is read once, although rows that differ may both have it.
-                if new := [piece for piece in pieces if piece.start not in known]:
+                # Each shard is read once, although rows that differ may both have it. A piece of an empty tensor starts
+                # where the next one does.
+                if new := [piece for piece in pieces if piece.size and piece.start not in known]:
                     known.update(piece.start for piece in new)
                     here[devices[0]].copy_to_host_async()
                     rows.append((here[devices[0]], new))

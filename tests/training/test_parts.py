@@ -11,7 +11,7 @@ from diloco_jax.training.data.sample import Sample
 from diloco_jax.training.island import Island
 from diloco_jax.training.models.config import ModelConfig
 from diloco_jax.training.optimizers import OptimizerConfig
-from diloco_jax.training.parts import Flat, Part, PartSteps, mean_chunk, mean_metrics
+from diloco_jax.training.parts import Flat, HeldRow, Part, PartSteps, ShardPlace, mean_chunk, mean_metrics
 from diloco_jax.training.sharding import MeshConfig
 from diloco_jax.training.whole_state.staging import lengths
 from tests import natural_models
@@ -99,6 +99,17 @@ def test_small_tensors_are_fetched_together_and_once(make_island: MakeIsland, ba
     ((array, pieces),) = steps.gradient(island.put_batch(batches[0])).rows
     assert len(steps.places) == len(pieces) == 3
     assert array.shape == (steps.size,), "both devices hold the whole gradient, and one is read"
+
+
+def test_an_empty_tensor_hides_no_other_one(make_island: MakeIsland, batches: list[Sample]) -> None:
+    steps = PartSteps(island := make_island(module=SMALL, optimizer=OptimizerConfig(**SGD)))
+    batch = island.put_batch(batches[0])
+    whole = steps.take(steps.gradient(batch)).flat
+    # It starts where the first tensor does.
+    steps._rows[0].insert(0, HeldRow((ShardPlace(0, 0, 0),), steps._rows[0][0].devices))
+    handle = steps.gradient(batch)
+    assert sum(piece.size for _, pieces in handle.rows for piece in pieces) == steps.size
+    assert np.array_equal(steps.take(handle).flat, whole)
 
 
 def test_parts_are_accumulated_inside_too(make_island: MakeIsland, batches: list[Sample]) -> None:

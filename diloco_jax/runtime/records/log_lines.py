@@ -26,14 +26,14 @@ def formatter() -> logging.Formatter:
 def show_lines() -> None:
     """Print this package's lines to stderr, or by the handlers of the root logger while it has some.
 
-    Imports such as Orbax's give the root logger a handler and leave its level at WARNING, so the level of the package's
-    logger decides. A program that has set that level, or given that logger a handler, keeps what it chose.
+    Imports such as Orbax's give the root logger a handler and leave its level at WARNING, which no program chose. A
+    program that has set another level, or given the package's logger a handler, keeps what it chose.
     """
     ours, root = logging.getLogger(PACKAGE), logging.getLogger()
     if ours.handlers:
         return
-    if ours.level == logging.NOTSET:
-        ours.setLevel(min(logging.INFO, ours.getEffectiveLevel()))
+    if ours.getEffectiveLevel() == root.level == logging.WARNING:
+        ours.setLevel(logging.INFO)
     handler = logging.StreamHandler()
     handler.setFormatter(formatter())
     handler.addFilter(lambda _: not root.handlers)

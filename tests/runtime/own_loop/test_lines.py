@@ -54,3 +54,4 @@ def test_a_quiet_program_stays_quiet() -> None:
     assert lines(before="logging.getLogger('diloco_jax').addHandler(logging.NullHandler())") == ("", "")
     assert lines(before="logging.getLogger().addHandler(logging.NullHandler())") == ("", "")
     assert lines(before="logging.getLogger('diloco_jax').setLevel(logging.ERROR)") == ("", "")
+    assert lines(before="logging.basicConfig(level=logging.ERROR)") == ("", "")
