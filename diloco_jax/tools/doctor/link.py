@@ -228,7 +228,7 @@ def check_base(adapted: Blueprint | None, theirs: Mapping[str, str]) -> list[Che
     found = f"read from {folder} in {_seconds(time.monotonic() - began_s)}"
     if here == there:
         return [Check(BASE_WEIGHTS, "ok", f"the same as those of the first island; {found}")]
-    found = f"differ: the first learner of the run has {there}, this island has {here}, {found}"
+    found = f"differ: the first learner of the run has {_short(there)}, this island has {here}, {found}"
     return [Check(BASE_WEIGHTS, "fail", found, agreement(BASE_WEIGHTS))]
 
 
