@@ -43,7 +43,12 @@ REMOVED: Mapping[str, str] = {
     "protocol.grace_min_s": _CLOSING,
     "protocol.grace_safety": "gamma of Eq. 3 is 0.9",
 }
-# Their former defaults, which the folders of older runs list and which need no warning.
+# Settings of older releases that this one refuses, and what to write instead.
+REFUSED: Mapping[str, str] = {
+    "protocol.lease_s": "write protocol.silence_s, its new name",
+    "syncer.shards": "delete it, because the syncer is one process",
+}
+# Former defaults of settings in REMOVED, which the folders of older runs list and which need no warning.
 USUAL = (None, 0, 1, 0.1, 0.9)
 # Pydantic's words for the type of a value, and the words of this project.
 PLAINER = {
@@ -390,7 +395,8 @@ def _known_keys(cls: type, values: Mapping[str, Any], prefix: str, problems: lis
     for key, value in values.items():
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1)
-            advice = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(hints)}"
+            similar = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(hints)}"
+            advice = REFUSED.get(f"{prefix}{key}", similar)
             problems.append(f"unknown setting {prefix}{str(key)[:100]} (value {_BRIEF.repr(value)}); {advice}")
             continue
         kinds = {hints[key], *typing.get_args(hints[key])}

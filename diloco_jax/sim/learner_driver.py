@@ -278,8 +278,10 @@ class LearnerDriver:
         return ok
 
     def _read_garbled(self, process: LearnerProcess, message: Message, now_s: float) -> None:
-        """Reject a garbled payload. The machine asks again for a part of a state by itself."""
-        if isinstance(message, GlobalFragment) and process.machine.wants(message, now_s):
+        """Reject a garbled payload, as a real learner's link thread does."""
+        if isinstance(message, StateChunk):
+            self._run(process, process.machine.on_part_damaged(message, now_s), now_s)
+        elif isinstance(message, GlobalFragment) and process.machine.wants(message, now_s):
             for observer in self._observers:
                 observer.on_read(process, message, False, now_s)
             process.machine.on_corrupt(now_s)

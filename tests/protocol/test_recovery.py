@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol.effects import AdoptState, Drop, DropChunks, Effect, KeepChunk, Send, StageState, UnstageState
-from diloco_jax.protocol.learner.recovery import PARTS_IN_FLIGHT_MAX, PARTS_IN_FLIGHT_MIN, PARTS_MAX, STATES_MAX, Donor
+from diloco_jax.protocol.learner.recovery import (
+    DAMAGED_MAX,
+    PARTS_IN_FLIGHT_MAX,
+    PARTS_IN_FLIGHT_MIN,
+    PARTS_MAX,
+    STATES_MAX,
+    Donor,
+)
 from diloco_jax.protocol.messages import (
     SYNCER,
     Message,
@@ -128,6 +135,25 @@ def test_a_part_makes_it_as_patient_as_parts_took() -> None:
     it.on_part(part(2), 10, 21.0)
     it.on_part(part(3), 10, 71.0)
     assert it.resend_s == 71.0 + 4 * 20.0, "at most four leases"
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_donor_whose_parts_arrive_damaged_is_not_asked_forever(number: int) -> None:
+    """Global steps cannot limit the attempt, because the run may wait for this learner."""
+    it, attempts, now_s = begun(*[part(0)] * (number > 0), recovery_attempts=2), 1, 0.0
+    while not it.over:
+        for _ in range(DAMAGED_MAX):
+            assert it.on_damaged(part(number), 10, now_s) == [], "the part is requested again"
+        for other in (part(number, clock=9), part(number, receiver="x")):
+            assert it.on_damaged(other, 10, now_s) == []
+        effects = it.on_damaged(part(number), 10, now_s)
+        assert any(isinstance(message, StateDone) for message in sent(effects)) == (number > 0)
+        if not it.over:
+            attempts, now_s = attempts + 1, it.resend_s
+            assert asked(it.on_tick(10, now_s)) == [0]
+            for each in [part(0)] * (number > 0):
+                it.on_part(each, 10, now_s)
+    assert attempts == 2
 
 
 def test_waits_longer_while_payloads_arrive_unless_the_transfer_takes_too_long() -> None:

@@ -319,6 +319,19 @@ def test_a_removed_setting_has_no_effect_and_warns(tmp_path: Path, caplog: pytes
     assert load(path) == RunConfig() and not caplog.text, "a folder of the release before lists all settings"
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"), [("protocol.lease_s", "write protocol.silence_s"), ("syncer.shards", "delete it")]
+)
+def test_a_refused_setting_of_an_older_release_has_the_advice_for_it(tmp_path: Path, name: str, advice: str) -> None:
+    """The most similar setting of today may have another meaning: lease_s resembles release_s."""
+    section, key = name.split(".")
+    words = rf"unknown setting {name} \(value '?2'?\); {advice}"
+    with pytest.raises(ValueError, match=words):
+        parse({section: {key: 2}}, "test")
+    with pytest.raises(ValueError, match=f"command line: {words}"):
+        load(packed()["quickstart"], [f"--{name}", "2"])
+
+
 @pytest.mark.parametrize("words", [["*.a", "*.b"], ["[*a, *b]"], ["['*.a', '*.b']"], ["[one]"]])
 def test_a_list_on_the_command_line(words: list[str]) -> None:
     """Several words, or a list as in a YAML file."""

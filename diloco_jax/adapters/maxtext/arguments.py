@@ -4,6 +4,7 @@ MaxText takes a config file and `key=value` arguments. An argument of the user s
 must differ between islands: `data_shuffle_seed` and `run_name`, the folder of MaxText's outputs.
 """
 
+import os
 import shlex
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ DATA: tuple[Data, ...] = get_args(Data)
 # A seed of NumPy's and of grain's generators.
 SEED_MAX = 2**31 - 1
 OUTPUTS = "base_output_directory"
+# Characters of a path that an error shows.
+PATH_SHOWN = 200
 # These modes of MaxText train in another way than an island does.
 REFUSED = {
     "enable_diloco": "the syncer merges islands already",
@@ -72,14 +75,17 @@ def read_arguments(words: Sequence[str], configs: Path) -> Arguments:
             raise ValueError(f"{key}=true does not work on an island: {reason}; leave it out")
     # Orbax saves no checkpoint of MaxText below a relative path, and MaxText ends only at its second save.
     if (outputs := values.get(OUTPUTS)) and "://" not in outputs:
-        values[OUTPUTS] = str(Path(outputs).absolute())
+        # A shell does not expand ~ behind `key=`.
+        values[OUTPUTS] = str(Path(os.path.expanduser(outputs)).absolute())
     return Arguments(_find_config(files[0] if files else "base.yml", configs), values)
 
 
 def _find_config(file: str, configs: Path) -> str:
-    found = next((path for path in (Path(file), configs / file) if path.is_file()), None)
+    found = next((path for path in (Path(file), configs / file) if os.path.isfile(path)), None)
     if found is None:
-        raise ValueError(f"MaxText's config {file!r} exists neither here nor in {configs}; correct the path")
+        raise ValueError(
+            f"MaxText's config {file[:PATH_SHOWN]!r} exists neither here nor in {configs}; correct the path"
+        )
     return str(found)
 
 

@@ -378,6 +378,12 @@ class Learner:
         self.start.on_welcome(message.global_step, now_s, message.run)
         self._update_state(now_s)
 
+    def on_part_damaged(self, message: messages.StateChunk, now_s: float) -> list[Effect]:
+        """Record that a part of a peer's state has another digest than its message names."""
+        self.start.receiver.on_damaged(message, self.global_step, now_s)
+        self._update_state(now_s)
+        return self._effects.drain()
+
     def on_state_adopted(self, ok: bool, now_s: float) -> list[Effect]:
         """Record that the driver has loaded a state, or could not use it."""
         self.start.on_adopted(ok, self.global_step, now_s)

@@ -14,9 +14,9 @@ The receiver requests each part, so it sets the pace, a broken link resumes wher
 more than a window. Broadcasts continue meanwhile: the receiver's parameters are the newest global values, and only the
 moments are the donor's. The receiver makes no step before it has them.
 
-The transfer may take recovery_turns times sync_every global steps. If it takes longer, or if the donor is lost, another
-attempt starts, each after a longer wait. Without a donor, or after the last attempt, the learner starts from the global
-model alone.
+The transfer may take recovery_turns times sync_every global steps. If it takes longer, if too many parts arrive
+damaged, or if the donor is lost, another attempt starts, each after a longer wait. Without a donor, or after the last
+attempt, the learner starts from the global model alone.
 
 Start, Receiver and Donor are parts of a learner's machine. The syncer's part is Matchmaker (syncer/matchmaker.py).
 """
@@ -56,6 +56,9 @@ PART_S = 1.0
 # waits as long at most for a value that it lacks while other payloads arrive.
 PATIENCE = 2.0
 PATIENCE_SILENCES = 4.0
+# Parts that may arrive damaged in an attempt, and are requested again. If the run waits for the receiver, global steps
+# do not limit the attempt.
+DAMAGED_MAX = 16
 # Copies that a donor keeps at a time.
 STATES_MAX = 2
 
@@ -158,6 +161,7 @@ class Receiver:
         self._asked = 0
         self._asked_s: dict[int, float] = {}
         self._in_flight = PARTS_IN_FLIGHT_MIN
+        self._damaged = 0
         self._attempts = 0
         self._resend_wait_s = config.resend_s
         # When the newest part arrived, or the first one was requested.
@@ -186,7 +190,7 @@ class Receiver:
             self._effects.append(DropChunks())
         self.donor, self.donor_step = "", 0
         self._count, self._asked, self._kept, self.complete = 0, 0, set(), False
-        self._asked_s, self._in_flight = {}, PARTS_IN_FLIGHT_MIN
+        self._asked_s, self._in_flight, self._damaged = {}, PARTS_IN_FLIGHT_MIN, 0
 
     def _request(self, index: int, now_s: float) -> None:
         self._asked_s[index] = now_s
@@ -231,6 +235,17 @@ class Receiver:
             self._asked += 1
         if len(self._kept) == self._count:
             self.complete, self.resend_s = True, None
+
+    def on_damaged(self, message: StateChunk, clock: int, now_s: float) -> None:
+        """Count a part that arrived damaged, and is requested again like a lost one; too many end the attempt."""
+        if self.over or self.complete or self._asked == 0 or message.receiver != self._who[0]:
+            return
+        if message.clock < self._clock or self.donor not in ("", message.learner_id):
+            # The part belongs to an attempt that was given up.
+            return
+        self._damaged += 1
+        if self._damaged > DAMAGED_MAX:
+            self._abandon(clock, now_s)
 
     def on_unavailable(self, message: StateUnavailable, clock: int, now_s: float) -> None:
         """Try again, or give up if no learner can give a state."""

@@ -266,9 +266,7 @@ class LearnerInbox:
             self._take_global(message.value, payload, message.digest)
             self._decisions.host.handled()
         elif isinstance(message, StateChunk) and codec.digest(payload) != message.digest:
-            donor = message.learner_id
-            self.damaged += 1
-            log.warning(f"part {message.part} of the state of {donor} arrived damaged; it is requested again")
+            self._take_damaged(message)
         else:
             if isinstance(message, EvaluateWithout):
                 self._decisions.keep_change(message, payload)
@@ -276,6 +274,13 @@ class LearnerInbox:
             arrived = Mail(message, payload=payload)
             self._decisions.deliver(lambda now_s: self._mailbox.arrive(message, arrived, now_s))
             self._decisions.signals.woken.set()
+
+    def _take_damaged(self, message: StateChunk) -> None:
+        """Report a part of a peer's state that has another digest than its message names."""
+        self.damaged += 1
+        log.warning(f"part {message.part} of the state of {message.learner_id} arrived damaged; it is not used")
+        self._decisions.apply(lambda machine, now_s: machine.on_part_damaged(message, now_s))
+        self._decisions.signals.woken.set()
 
     def _take_global(self, message: GlobalFragment, payload: bytes | memoryview, digest: int) -> None:
         """Read a value that arrived, or this host's blocks of it, with the digest of the blocks."""

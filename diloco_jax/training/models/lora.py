@@ -27,6 +27,8 @@ ALL = "all"
 BLOCKS = "blocks"
 # Separates the keys of adapters from those of the model.
 _TAG = int.from_bytes(b"lora", "little")
+# Characters of a target that an error shows.
+NAME_SHOWN = 100
 
 
 class Adapter(nnx.Module):
@@ -77,16 +79,25 @@ def adapt(model: nnx.Module, config: LoraConfig, seed: int) -> None:
       seed: seed of the adapters' initial values.
 
     Raises:
-      ValueError: no layer of the model has a linear map of a target's name, or a map is not a multiple of blocks.
+      ValueError: no layer of the model has a linear map of a target's name, the rank is larger than that of every
+        target, or a map is not a multiple of blocks.
     """
     maps = sorted(linear_maps(model), key=lambda named: named[0])
     known = list(dict.fromkeys(name for name, _ in maps))
     for target in config.targets:
         if target not in (ALL, *known):
             raise ValueError(
-                f"model.lora.targets names '{target}', which is not a linear map of the model's layers; use "
-                f"{', '.join(known) or 'another model'}, or {ALL}"
+                f"model.lora.targets names {target[:NAME_SHOWN]!r}, which is not a linear map of the model's layers; "
+                f"use {', '.join(known) or 'another model'}, or {ALL}"
             )
+    targets = [linear for name, linear in maps if name in config.targets or ALL in config.targets]
+    # A matrix has at most the rank of its smaller side.
+    limit = max((min(linear.kernel[...].shape[-2:]) for linear in targets), default=config.rank)
+    if config.rank > limit:
+        raise ValueError(
+            f"model.lora.rank is {config.rank}, but no linear map in model.lora.targets has a rank above {limit}; use "
+            f"{limit} or less"
+        )
     for name, linear in maps if config.base_dtype in BITS else ():
         n_in = linear.kernel[...].shape[-2]
         if n_in % BLOCK:
@@ -98,9 +109,8 @@ def adapt(model: nnx.Module, config: LoraConfig, seed: int) -> None:
         linear.kernel = nnx.data(blocks)
     _freeze(model, config)
     rngs = nnx.Rngs(params=jax.random.fold_in(jax.random.key(seed), _TAG))
-    for name, linear in maps:
-        if name in config.targets or ALL in config.targets:
-            linear.adapter = nnx.data(Adapter(linear, config, rngs=rngs))
+    for linear in targets:
+        linear.adapter = nnx.data(Adapter(linear, config, rngs=rngs))
 
 
 def _freeze(model: nnx.Module, config: LoraConfig) -> None:

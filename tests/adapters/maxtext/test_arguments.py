@@ -37,7 +37,9 @@ def test_config_is_found_in_the_folder_of_maxtext(configs: Path) -> None:
 
 def test_the_folder_of_outputs_is_absolute(configs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(configs)
-    for given, expected in (("out", str(configs / "out")), ("/a/b", "/a/b"), ("gs://b/out", "gs://b/out"), ("", "")):
+    monkeypatch.setenv("HOME", "/their/home")
+    same = {each: each for each in ("/a/b", "gs://b/out", "")}
+    for given, expected in {"out": str(configs / "out"), "~/out": "/their/home/out", **same}.items():
         values = read_arguments([f"base_output_directory={given}"], configs).values
         assert values == {"base_output_directory": expected}
 
@@ -53,6 +55,7 @@ def test_the_config_of_the_user_goes_before(configs: Path, tmp_path: Path) -> No
     ("words", "message"),
     [
         (["other.yml"], "'other.yml' exists neither here nor in"),
+        ([f"{'x' * 5000}.yml"], "'x{200}' exists neither here nor in"),
         (["base.yml", "more.yml"], "'more.yml' is not an argument of MaxText"),
         (["base.yml", "steps", "3"], "'steps' is not an argument of MaxText"),
         (["enable_diloco=true"], "enable_diloco=true does not work on an island"),

@@ -21,6 +21,7 @@ from diloco_jax.core import codec
 from diloco_jax.core.layout import value_digest
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.bans import Bans
+from diloco_jax.protocol.learner.recovery import DAMAGED_MAX
 from diloco_jax.protocol.membership import other_run
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import STAMP
@@ -523,6 +524,19 @@ def test_a_state_of_another_island_that_is_not_finite_is_not_loaded(
     script.say(messages.StateUnavailable("", "nobody is there"))
     assert script.await_message(messages.StepReport).local_step == 1
     assert script.tape("state") == [] and "the state of donor cannot be used: it is not finite in" in caplog.text
+
+
+def test_a_donor_whose_parts_arrive_damaged_is_given_up(script: Script) -> None:
+    script.admit(4)
+    script.await_message(messages.StateRequest)
+    part = messages.StateChunk("donor", 3, NAME, 30, 0, 2, codec.digest(b"right"), 5, clock=4)
+    script.say(part, b"right")
+    for _ in range(DAMAGED_MAX + 1):
+        script.say(part._replace(part=1), b"wrong")
+    script.await_message(messages.StateDone)
+    assert script.learner.joined.inbox.damaged == DAMAGED_MAX + 1
+    script.say(messages.StateUnavailable("", "nobody is there"))
+    assert script.await_message(messages.StepReport).local_step == 1 and script.tape("state") == []
 
 
 def test_a_learner_that_is_refused_for_good_says_why() -> None:

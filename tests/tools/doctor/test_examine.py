@@ -218,6 +218,8 @@ def test_the_frozen_weights_of_an_island_are_compared_with_those_of_the_run(tmp_
     assert same.status == "ok" and str(tmp_path / "right") in same.found
     (other,) = doctor_link.check_base(wrong, run)
     assert other.status == "fail" and run[BASE_WEIGHTS] in other.found and "model.weights" in other.fix
+    (forged,) = doctor_link.check_base(wrong, {BASE_WEIGHTS: "x" * 100_000})
+    assert forged.status == "fail" and len(forged.found) < 500
     (tmp_path / "wrong" / "config.json").unlink()
     (lost,) = doctor_link.check_base(wrong, run)
     assert lost.status == "fail" and "config.json cannot be read" in lost.found

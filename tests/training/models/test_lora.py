@@ -167,6 +167,20 @@ def test_an_unknown_or_absent_target_is_refused_with_the_list(
         outline(lambda: loaded(adapted(family, LoraConfig(rank=2, targets=targets))))
 
 
+def test_a_long_target_with_control_characters_is_shown_in_brief() -> None:
+    with pytest.raises(ValueError, match=r"names 'a\\x1bx+', which is not a linear map") as refused:
+        outline(lambda: loaded(adapted(lora=LoraConfig(rank=2, targets=("a\x1b" + "x" * 10_000,)))))
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(("targets", "largest"), [(("q", "k"), 32), (("k",), 16), (("all",), 32)])
+def test_a_rank_above_those_of_all_targets_is_refused(targets: tuple[str, ...], largest: int) -> None:
+    outline(lambda: loaded(adapted(lora=LoraConfig(rank=largest, targets=targets))))
+    for rank in (largest + 1, 10**19):
+        with pytest.raises(ValueError, match=f"rank is {rank}, but .* above {largest}; use {largest} or less"):
+            outline(lambda r=rank: loaded(adapted(lora=LoraConfig(rank=r, targets=targets))))
+
+
 def test_settings_that_cannot_be_are_refused() -> None:
     for wrong in ({"rank": -1}, {"alpha": 0.0}, {"rank": 1, "targets": ()}):
         with pytest.raises(ValueError, match=f"model.lora.{list(wrong)[-1]}"):
