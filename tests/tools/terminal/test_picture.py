@@ -160,7 +160,9 @@ def test_an_alarm_that_ended_is_told_in_the_past_and_once() -> None:
 def test_an_island_that_finished_is_not_away() -> None:
     row = learner("island-0", "gone", since_s=2.0, finished=True, tokens_per_s=0.0, local_step=599)
     over = status(state="complete", global_step=1600, learners=[row])
-    line = "island-0 finished after inner step 599, 12k tokens/s on average; last merged in round 409, participation 98%"
+    line = (
+        "island-0 finished after inner step 599, 12k tokens/s on average; last merged in round 409, participation 98%"
+    )
     assert words(describe(over).splitlines()[-1]) == line and "now" not in describe(over)
     assert "island-0 finished 599 12k 1.900 409 98% 0" in words(drawn(render(over, 80), 80))
 
@@ -245,7 +247,9 @@ def test_describe_says_which_island_which_condition_since_when() -> None:
     )
     assert islands[0].startswith(f"island-0 {training}")
     assert islands[1].startswith(f"island-1 silent for 7 s after inner step 410; {REASONS['silent']}; last merged in")
-    assert islands[2].startswith(f"island-2 joining for 1 min 32 s after inner step 0; {REASONS['joining']}; never merged")
+    assert islands[2].startswith(
+        f"island-2 joining for 1 min 32 s after inner step 0; {REASONS['joining']}; never merged"
+    )
     assert islands[3].startswith("island-10 disconnected for 1 min 32 s")
     on_this_machine = describe(status(learners=[learner("island-0", process=1234)])).splitlines()[-1]
     assert on_this_machine.endswith("participation 98%; process 1234")
