@@ -63,7 +63,7 @@ def main(own: int, change: int, floods: bool, addresses: Sequence[str]) -> None:
         links=links,
         receive=links.receive,
         standing=HeldState(TERM, change),
-        begin_term=nothing,
+        begin_term=lambda term: vars(member).update(standing=HeldState(term, member.standing.change)),
         end_term=nothing,
         route=nothing,
         hosts=SliceHosts(),
@@ -84,6 +84,8 @@ def main(own: int, change: int, floods: bool, addresses: Sequence[str]) -> None:
             except SliceLost:
                 say("resigns")
                 return
+        # Without a model, a state is only its number.
+        member.standing = chosen.base
         follower.follow(chosen)
         say("loses")
 
