@@ -1,4 +1,4 @@
-"""An island of two slices of real processes, one of which is suspended or killed: the live one leads on."""
+"""An island of two slices of real processes. If one is suspended or killed, the other one trains on."""
 
 import json
 import queue
