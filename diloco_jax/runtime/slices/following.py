@@ -1,9 +1,11 @@
 """A slice that follows: it obeys its leader, and with the others finds a new one when the leader is lost."""
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from diloco_jax.runtime.island.threads import start_thread
@@ -27,7 +29,7 @@ from diloco_jax.runtime.slices.messages import (
     StatePart,
     Turn,
 )
-from diloco_jax.transport.slices.links import SliceJoined
+from diloco_jax.transport.slices.links import AGAIN_MAX_S, SliceJoined
 
 POLL_S = 0.1
 # A leader says that it leads twice per second.
@@ -36,6 +38,8 @@ BEAT_S = 0.5
 START_S = 10.0
 # Slices tell each other their states within this time, and the best one leads within as long.
 VOTE_S = 1.0
+# A slice that lost its connection, and still listens, gets so long to return before another one leads without it.
+RETURN_S = VOTE_S + AGAIN_MAX_S
 # Messages of a leader that wait for a state, or for a gradient. A slice that falls so far behind starts again.
 BACKLOG_MAX = 256
 # Terms of different slices differ.
@@ -75,18 +79,23 @@ class FollowingSlice:
         self._slices, self._least, self._patience_s = slices, least, patience_s
         self._stopped = stopped
         self._pulse = pulse
-        # Whether slices that are not connected are probably on their way here: at the start of an island, and if the
-        # leader has dropped this slice, which trains on without it.
-        self._awaits_all = True
+        # Until the first leader, slices that do not listen yet are on their way too.
+        self._starts = True
+        # By slice that is not connected: set if it will not return soon.
+        self._gone: dict[int, threading.Event] = {}
         # What the leader sent at its end.
         self.status = 0
 
     def elect(self) -> Chosen | None:
-        """Return who leads: another slice that says so, or this one if it has the best state; None if stopped."""
+        """Return who leads: another slice that says so, or this one if it has the best state; None if stopped.
+
+        A slice that was suspended or cut off cannot tell whether the others train on without it. So it leads only when
+        every other slice has sent its state, does not listen any more, or has not returned within RETURN_S.
+        """
         member, links, began_s = self._member, self._links, time.monotonic()
         states: dict[int, HeldState] = {}
         told: dict[int, int] = {}
-        awaited_s = began_s + (START_S if self._awaits_all else VOTE_S)
+        awaited_s = began_s + (START_S if self._starts else RETURN_S)
         refused: set[int] = set()
         member.end_term()
         while not self._stopped():
@@ -99,14 +108,14 @@ class FollowingSlice:
                     told[slice_] = session
                     links.send(slice_, Stand(*member.standing))
             states = {slice_: state for slice_, state in states.items() if slice_ in connected}
-            all_here = len(connected) + 1 == self._slices or not self._awaits_all
+            all_here = not self._returning(connected.keys())
             all_told = states.keys() == connected.keys()
             if len(connected) + 1 >= self._least and ((all_here and all_told) or now_s > awaited_s):
                 candidates = {**states, member.own: member.standing}
                 best = max(candidates.keys() - refused, key=lambda each: (candidates[each], -each))
                 if best == member.own:
                     term = (max(state.term for state in candidates.values()) // TERMS + 1) * TERMS + member.own
-                    self._awaits_all = False
+                    self._starts = False
                     return Chosen(member.own, term, member.standing)
                 if now_s > awaited_s + VOTE_S:
                     refused.add(best)
@@ -118,13 +127,30 @@ class FollowingSlice:
             if isinstance(item.message, Stand):
                 states[item.slice] = HeldState(*item.message)
             elif isinstance(item.message, Lead) and item.message.term >= member.standing.term:
-                self._awaits_all = False
+                self._starts = False
                 return Chosen(item.slice, item.message.term, HeldState(*item.message[1:]))
         return None
+
+    def _returning(self, connected: Set[int]) -> set[int]:
+        """Return the slices that are not connected and may return soon."""
+        missing = {*range(self._slices)} - {self._member.own} - connected
+        if self._starts:
+            return missing
+        for slice_ in connected:
+            self._gone.pop(slice_, None)
+        for slice_ in missing - self._gone.keys():
+            self._gone[slice_] = threading.Event()
+            start_thread(partial(self._look_for, slice_, self._gone[slice_]), "look", daemon=True)
+        return {slice_ for slice_ in missing if not self._gone[slice_].is_set()}
+
+    def _look_for(self, slice_: int, gone: threading.Event) -> None:
+        if not self._links.listens(slice_, RETURN_S):
+            gone.set()
 
     def follow(self, chosen: Chosen) -> Ended:
         """Obey a leader until it is lost, or ends the island, or this process shall end."""
         member, links, leader = self._member, self._links, chosen.leader
+        self._gone.clear()
         has_state = member.standing == chosen.base
         if has_state:
             member.begin_term(chosen.term)
@@ -133,12 +159,12 @@ class FollowingSlice:
         if session is None or not links.send(leader, Follow(chosen.term, has_state)):
             return "lost"
         obedience = Obedience(member, leader, chosen.term, has_state)
+        looked_s = ran_since_s = time.monotonic()
         while not self._stopped():
             item = member.receive(POLL_S)
             if item is not None:
                 if item.slice == leader and item.message is None:
                     log.warning(f"slice {leader}, which led, is lost: {item.reason}")
-                    self._awaits_all = item.was_dropped
                     return "lost"
                 if isinstance(item.message, Lead) and item.message.term > chosen.term:
                     log.info(f"slice {item.slice} leads in a newer term")
@@ -153,9 +179,14 @@ class FollowingSlice:
                 return outcome
             self._pulse.beat()
             self._pulse.ready(obedience.trains)
-            # The end of a connection is among the items that wait here.
-            silent_s = time.monotonic() - links.heard_s(leader) if leader in links.connected else 0.0
+            # A process that stood still itself has not read what the leader sent meanwhile.
+            before_s, looked_s = looked_s, time.monotonic()
+            if looked_s - before_s > max(2 * POLL_S, self._patience_s / 2):
+                ran_since_s = looked_s
+            silent_s = min(links.silent_s(leader), looked_s - ran_since_s)
             if silent_s > self._patience_s:
+                self._gone[leader] = threading.Event()
+                self._gone[leader].set()
                 log.warning(f"slice {leader}, which led, was silent for {silent_s:.1f} s (islands.straggler_s)")
                 links.drop(leader, f"it was silent for {silent_s:.1f} s")
                 return "lost"

@@ -139,7 +139,7 @@ class JointLinks:
         # Messages of slices that are not announced yet.
         self._held: dict[int, list[Item]] = {}
         self.session = links.session
-        self.send, self.heard_s = links.send, links.heard_s
+        self.send, self.silent_s, self.listens = links.send, links.silent_s, links.listens
         self.waiting_bytes, self.close = links.waiting_bytes, links.close
 
     @property

@@ -242,9 +242,8 @@ class Leadership:
                 raise self._resign(f"a host of this slice is {late_s:.1f} s late (islands.straggler_s)")
             # One that lost a message between two others holds nothing, although nothing is missing here.
             late = self.member.lacks or others - self._held
-            # The end of a connection is among the items that wait here.
             for slice_ in ((others - self._held) | late) & self.members & self._links.connected.keys():
-                silent_s = time.monotonic() - self._links.heard_s(slice_)
+                silent_s = self._links.silent_s(slice_)
                 if silent_s > self._straggler_s:
                     self._lose(slice_, f"it was silent for {silent_s:.1f} s (islands.straggler_s)")
                 elif late_s > self._straggler_s and slice_ in late:

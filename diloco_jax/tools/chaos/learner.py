@@ -62,6 +62,8 @@ def _obeying(
     run_dir = joining.run_dir
     path = run_dir / CHAOS / WAITS_FILE.format(name=joining.learner_id, incarnation=joining.incarnation)
     path.parent.mkdir(exist_ok=True)
+    # Every slice reads the order, and the one that led has obeyed it.
+    orders.left = 0
     waits, began = LineFile(path), began_unix_s(run_dir)
 
     def timed(*arguments: Any) -> BuiltInLoop:

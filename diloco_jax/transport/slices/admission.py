@@ -8,6 +8,7 @@ import base64
 import binascii
 import contextlib
 import socket
+import ssl
 import time
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -78,11 +79,8 @@ class Admission:
             EOFError: It ended the connection.
             ValueError: The files of this slice's own certificate cannot be used, or the other side is not a slice.
         """
-        config = replace(self.config, address=address)
-        context = bulk_context(config, self.ours.learner_id)
-        timeout_s = min(config.connect_timeout_s, DIAL_S)
-        stream = dial_listener(address, context, timeout_s, island_host(self.ours.learner_id))
-        connection = Connection(stream, silence_s(config))
+        stream = self._open(address, min(self.config.connect_timeout_s, DIAL_S))
+        connection = Connection(stream, silence_s(self.config))
         try:
             send_frame(connection, GREETINGS.pack(self.ours._replace(dials=number, attempt=attempt)))
             theirs = _read(connection, time.monotonic() + GREETING_S)
@@ -95,6 +93,26 @@ class Admission:
             connection.close()
             raise
         return connection, theirs
+
+    def listens(self, address: str, timeout_s: float) -> bool:
+        """Return False as soon as no process listens at an address, True if one may do so for `timeout_s` seconds.
+
+        A process that stands still, or a machine that cannot be reached, takes the whole time.
+        """
+        until_s = time.monotonic() + timeout_s
+        try:
+            with self._open(address, timeout_s) as stream:
+                stream.settimeout(max(0.001, until_s - time.monotonic()))
+                # The other side waits for a greeting, so this ends only with its port.
+                return bool(stream.recv(1))
+        except (ConnectionRefusedError, ConnectionResetError, ssl.SSLEOFError):
+            return False
+        except (OSError, ValueError):
+            return True
+
+    def _open(self, address: str, timeout_s: float) -> socket.socket:
+        context = bulk_context(replace(self.config, address=address), self.ours.learner_id)
+        return dial_listener(address, context, timeout_s, island_host(self.ours.learner_id))
 
     def admit(self, stream: socket.socket) -> tuple[Connection, SliceGreeting]:
         """Check a caller before anything else that it sends is used; return its connection and its greeting.

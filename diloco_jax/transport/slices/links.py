@@ -9,7 +9,6 @@ nothing else.
 
 import contextlib
 import logging
-import math
 import secrets
 import socket
 import threading
@@ -27,7 +26,7 @@ from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.sessions import Refused
 from diloco_jax.transport.slices.admission import RELEASE_STAMP, Admission, SliceGreeting, encoded
 from diloco_jax.transport.slices.frames import NOTHING, Vocabulary, payload_view
-from diloco_jax.transport.slices.peer import ENDED, MESSAGE_BYTES, SlicePeer
+from diloco_jax.transport.slices.peer import MESSAGE_BYTES, SlicePeer
 from diloco_jax.transport.slices.port import SlicePort
 from diloco_jax.transport.trust.security import BulkContexts, Gate, credentials, is_loopback, island_host
 from diloco_jax.transport.wire import Goodbye
@@ -36,8 +35,6 @@ from diloco_jax.transport.wire import Goodbye
 AGAIN_S, AGAIN_MAX_S = 0.1, 2.0
 SLICES_MAX = 64
 QUEUE_BYTES_MAX = 1 << 30
-# How the reason begins if a slice ends the connection with another one, which may return.
-DROPPED = "dropped: "
 # Threads that end late, because the system keeps them in a call, are left behind after this time.
 JOIN_S = 1.0
 
@@ -59,11 +56,6 @@ class Item(NamedTuple):
     payload: memoryview = NOTHING
     # Why the connection ended.
     reason: str = ""
-
-    @property
-    def was_dropped(self) -> bool:
-        """Tell whether the other slice dropped this one, so it runs and may be reached again soon."""
-        return self.message is None and f"{ENDED}{DROPPED}" in self.reason
 
     @property
     def num_bytes(self) -> int:
@@ -146,16 +138,19 @@ class SliceLinks:
         with self._changed:
             return {number: peer.session for number, peer in sorted(self._open.items())}
 
-    def heard_s(self, number: int) -> float:
-        """Return when the last byte of a slice arrived, on the monotonic clock; -inf if it is not connected.
+    def silent_s(self, number: int) -> float:
+        """Return the seconds since the last byte of a slice arrived; 0 if it is not connected.
 
-        A slice whose messages wait here unread, beyond the limit, counts as heard now.
+        The end of a connection is among the items. A slice whose messages wait here unread, beyond the limit, is not
+        silent.
         """
         with self._changed:
             peer = self._open.get(number)
-        if peer is None:
-            return -math.inf
-        return time.monotonic() if peer.paused else peer.heard_s
+        return 0.0 if peer is None or peer.paused else time.monotonic() - peer.heard_s
+
+    def listens(self, number: int, timeout_s: float) -> bool:
+        """Return False as soon as no process listens at a slice's address, True if one does for `timeout_s` seconds."""
+        return self._admission.listens(self._addresses[number], timeout_s)
 
     def send(self, to: int, message: Any, payload: Buffer | np.ndarray = b"") -> bool:
         """Queue a message; never blocks, and any thread may call it.
@@ -207,7 +202,7 @@ class SliceLinks:
         with self._changed:
             peer = self._open.get(number)
         if peer is not None:
-            self._end(peer, f"{DROPPED}{reason}")
+            self._end(peer, f"dropped: {reason}")
 
     def close(self, grace_s: float = 5.0) -> None:
         """Send what is queued for at most `grace_s` seconds, then end all connections; safe to call again."""

@@ -34,5 +34,7 @@ def timeless(made: AnyNet, monkeypatch: pytest.MonkeyPatch) -> AnyNet:
     for module in (following, leading, obeying, hosts):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: made.now_s))
     for module in (following, leading, obeying):
-        monkeypatch.setattr(module, "start_thread", lambda body, name, daemon: body() if name == "give" else None)
+        monkeypatch.setattr(
+            module, "start_thread", lambda body, name, daemon: body() if name in ("give", "look") else None
+        )
     return made

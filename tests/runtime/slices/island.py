@@ -147,10 +147,12 @@ class Links:
     def put(self, message: Any) -> None:
         self.inbox.append(Item(self._own, self.session, message))
 
-    def heard_s(self, number: int) -> float:
-        if number not in self.connected:
-            return -math.inf
-        return self._net.silent_since_s.get(number, self._net.now_s)
+    def silent_s(self, number: int) -> float:
+        since_s = self._net.silent_since_s.get(number, self._net.now_s)
+        return self._net.now_s - since_s if number in self.connected else 0.0
+
+    def listens(self, number: int, timeout_s: float) -> bool:
+        return number not in self._net.ended
 
     def waiting_bytes(self, to: int) -> int:
         self.looked += 1
@@ -177,6 +179,8 @@ class Net:
         # Slices that follow, and do what they can whenever another one waits.
         self.following: dict[int, Obedience] = {}
         self.silent_since_s: dict[int, float] = {}
+        # Slices whose process ended.
+        self.ended: set[int] = set()
         self.slow: set[int] = set()
         # Called before a following slice takes a message; it may cut connections, or return True to lose the message.
         self.on_message: Callable[[int, Item], bool | None] = lambda number, item: None
@@ -211,6 +215,7 @@ class Net:
     def kill(self, number: int) -> None:
         """End the process of a slice."""
         self.following.pop(number, None)
+        self.ended.add(number)
         for other in list(self.links[number].connected):
             self.cut(number, other)
         self.links[number].inbox.clear()
@@ -218,6 +223,7 @@ class Net:
     def start(self, number: int) -> None:
         """Start a process of a slice again; it has no state."""
         self._sessions[number] += 1
+        self.ended.discard(number)
         self.links[number] = Links(self, number)
         self.members[number] = self._member(number)
         for other in set(range(self.slices)) - {number}:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ import pytest
 from diloco_jax.cli import main as cli
 from diloco_jax.runtime.records.tape_file import LineFile
 from diloco_jax.runtime.records.telemetry import read_metrics, write_json
+from diloco_jax.tools.chaos import learner
 from diloco_jax.tools.chaos.actions import order_file
-from diloco_jax.tools.chaos.learner import Orders, TimedLoop
+from diloco_jax.tools.chaos.learner import Orders, TimedLoop, chaos_learner
 from diloco_jax.tools.chaos.schedule import (
     FIRST,
     KINDS,
@@ -229,3 +231,25 @@ def test_a_bucket_leaves_no_place_for_faults_of_a_link() -> None:
         ValueError, match=r"--kinds has cut, corrupt, faults of a relay, and transport.address s3://b/p"
     ):
         possible_kinds("s3://b/p", ["kill", "cut", "corrupt"])
+
+
+def test_a_slice_that_leads_later_does_not_obey_an_order_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All slices of the island read the order, and the one that led before has sent the bad values."""
+    monkeypatch.setattr(learner.joined, "unix_s", learner.joined.unix_s)
+    monkeypatch.setattr(learner, "LearnerRun", lambda *_, **__: None)
+    monkeypatch.setattr(learner, "began_unix_s", lambda run_dir: 0.0)
+    order = order_file(tmp_path, "island-0")
+    order.parent.mkdir()
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        make = chaos_learner(tmp_path, "island-0")
+        (orders,) = cast(Any, make).args
+        write_json(order, {"how": "nan", "values": 3})
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_for(lambda: orders.left == 3, "the order")
+        config = SimpleNamespace(wire=SimpleNamespace(up=None))
+        joining = SimpleNamespace(run_dir=tmp_path, learner_id="island-0", incarnation=2, config=config)
+        make(cast(Any, joining), threading.Event())
+        assert orders.left == 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)

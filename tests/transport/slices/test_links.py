@@ -2,11 +2,12 @@
 
 import contextlib
 import logging
-import math
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,7 +111,7 @@ def test_a_slice_that_was_lost_returns(island: Island) -> None:
     hear(zero, Part(1))
     for link in (zero, two):
         hear_end(link, 1, "slice 1 ended the connection: the slice closed")
-        assert link.heard_s(1) == -math.inf and not link.send(1, Part(2))
+        assert link.silent_s(1) == 0.0 and not link.send(1, Part(2))
     again = island.open(1)
     assert again.session != first
     for link in (zero, two):
@@ -133,10 +134,26 @@ def test_a_dropped_slice_may_return(island: Island) -> None:
 def test_beats_show_that_a_slice_runs(island: Island, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "BEAT_S", 0.01)
     zero, one = island.meet((0, 1))
+    began_s = time.monotonic()
     for link, other in ((zero, 1), (one, 0)):
-        before = link.heard_s(other)
-        assert comes_true(lambda link=link, other=other, before=before: link.heard_s(other) > before)
-    assert zero.heard_s(2) == -math.inf
+        assert comes_true(lambda link=link, other=other: link.silent_s(other) < time.monotonic() - began_s)
+    assert zero.silent_s(2) == 0.0
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_process_that_ends_does_not_listen_any_more(island: Island, tmp_path: Path, encrypted: bool) -> None:
+    if encrypted:
+        certificates.make(tmp_path, ["island-0"])
+        island.config = replace(TransportConfig(), **certificates.settings(tmp_path))
+    zero, one = island.meet((0, 1))
+    assert zero.listens(1, 0.2) and one.listens(0, 0.2)
+    assert not zero.listens(2, HANGS_S), "nobody has opened this port"
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(zero.listens, 1, HANGS_S)
+        assert comes_true(lambda: bool(one._port._strangers) or found.done())
+        one.close(HANGS_S)
+        assert not found.result(HANGS_S)
+    assert not zero.listens(1, HANGS_S)
 
 
 def test_a_slice_that_does_not_read_loses_its_connection(island: Island) -> None:
