@@ -129,7 +129,8 @@ def test_silence_ends_a_session(ends: Ends, hurried: None, silent: str, monkeypa
 
 
 def test_no_thread_outlives_its_session(ends: Ends) -> None:
-    assert not ours()
+    # Threads of an earlier test may still end.
+    assert comes_true(lambda: not ours())
     ends.listen()
     ends.meet()
     # Each of two ends writes and reads two lanes. One thread looks at the entrance, and one gives signs of life.
