@@ -172,23 +172,8 @@ def make_inner(
         muon = _scaled(muon, others, config.adam_learning_rate / config.learning_rate)
         # Decay is added here, because Muon's own decay would skip kernels with three axes, which it leaves to adam.
         update = optax.chain(muon, optax.add_decayed_weights(-config.weight_decay, matrices))
-    clip = _clipped(config.clip_norm) if config.clip_norm > 0 else optax.identity()
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity()
     return optax.chain(clip, update)
-
-
-def _clipped(norm_max: float) -> optax.GradientTransformation:
-    """Scale a gradient down to a norm: g min(1, norm_max / |g|).
-
-    `optax.clip_by_global_norm` divides every element by the norm. XLA computes such a quotient once for both moments,
-    so it keeps a second gradient in memory. A product with one factor is computed where it is read.
-    """
-
-    def update(gradient: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
-        norm = optax.tree.norm(gradient)
-        factor = jnp.where(norm < norm_max, 1.0, norm_max / norm)
-        return jax.tree.map(lambda g: g * factor.astype(g.dtype), gradient), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def _axes_in_stacks(
