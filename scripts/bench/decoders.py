@@ -141,7 +141,7 @@ def built_in(arguments: argparse.Namespace) -> Contestant:
 
     from diloco_jax.training.models.decoder import Decoder, DecoderConfig
 
-    config = DecoderConfig(vocab_size=VOCABULARY, **blocks.decoder_args(arguments))
+    config = DecoderConfig(vocab_size=VOCABULARY, tie_embeddings=False, **blocks.decoder_args(arguments))
     return contestant(
         Decoder(config, rngs=nnx.Rngs(0)), lambda model, tokens: model.loss({"tokens": tokens})[0], arguments
     )
