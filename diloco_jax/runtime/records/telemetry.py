@@ -37,7 +37,7 @@ from diloco_jax.runtime.records.thinning import BYTES_MAX, ThinnedFile
 if TYPE_CHECKING:
     from diloco_jax.runtime.trackers.outlets import Outlets
 
-# The end of a "life" record's reason if the run continues from a snapshot.
+# The end of the reason in the record of a start of the syncer, if the run continues from a snapshot.
 WENT_BACK = "the run went back to a snapshot"
 # So many lines wait while the disk accepts them, then they are written together.
 FLUSH_EVERY = 500

@@ -278,8 +278,9 @@ class Story:
         names = list(self.counted()["learners"])
         cells = [[each.begin_s, each.end_s, each.rounds] for each in self.stretches]
         merged: list[list[float | None]] = []
-        for before, each in pairwise([None, *self.stretches]):
-            merged += [[None, None]] if before and _pause_s(before, each) else []
+        for at, each in enumerate(self.stretches):
+            if at and _pause_s(self.stretches[at - 1], each):
+                merged.append([None, None])
             merged.append([(each.begin_s + each.end_s) / 2, sum(each.members.values()) / each.rounds])
         members = {name: [each.members.get(name, 0) for each in self.stretches] for name in names} if cells else {}
         return {
