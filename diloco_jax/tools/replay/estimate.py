@@ -26,5 +26,5 @@ def expected_time(run_dir: Path, until: int | None = None) -> str:
     share = 1.0 if until is None else min(1.0, until / facts.global_step)
     return (
         f"one process repeats the steps of all islands: about {format_duration(share * trained_s)}, as long as the run "
-        "trained, on an equal and otherwise idle machine; longer if each island had a machine of its own"
+        "trained, on an equal and otherwise idle machine; longer if each island had a separate machine"
     )
