@@ -247,7 +247,7 @@ def test_every_fault_names_a_test_that_is_there() -> None:
 def test_a_newcomer_gets_through_the_first_page(folder: Path) -> None:
     told = follow("start.md", folder)
     assert "diloco-jax" in told[0] and "complete: evaluation loss" in told[1]
-    assert "every sample has one fate" in told[2]
+    assert "every lease of a sample has one fate" in told[2]
     assert "is running" in told[4]
     assert "complete: evaluation loss" in told[5] and "protocol.sync_every" in told[6]
     assert (folder / "A" / "runs" / "first" / "report.html").exists()

@@ -345,7 +345,12 @@ ISLAND_FIGURES: tuple[Figure[IslandFacts], ...] = (
         column="restarts",
         always=Words(_restarts),
         page=8,
-        series=Series("diloco_island_restarts_total", "counter", "", "starts after the first one"),
+        series=Series(
+            "diloco_island_restarts_total",
+            "counter",
+            "",
+            "starts after the first one, without those by a resume of the run",
+        ),
     ),
     Figure(
         "step_s",

@@ -130,7 +130,7 @@ def status_of(
         {
             "state": state,
             "left_s": None if left_s is None or state != "running" else round(left_s, 1),
-            "wall_s": round(wall_s, 1),
+            "wall_s": round(wall_s, 3),
             "waiting_for": waiting_for + starved(learners),
             "learners": list(learners),
             "said": signature(),

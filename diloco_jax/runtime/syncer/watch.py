@@ -31,7 +31,7 @@ from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.liveness import BEGIN_S, machine_number, read_restart
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import compose_status, upcoming
-from diloco_jax.runtime.records.telemetry import Telemetry, replace_text, strict_json
+from diloco_jax.runtime.records.telemetry import WENT_BACK, Telemetry, replace_text, strict_json
 from diloco_jax.runtime.syncer.band import Band, Point
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND
 from diloco_jax.runtime.syncer.context import SyncerContext
@@ -47,7 +47,7 @@ from diloco_jax.transport.store.counts import calls
 SUMMED = ("tokens_per_s", "model_flops_per_s")
 
 EVAL_ALARMS_MAX = 8
-STARTS = {FRESH: "the run starts", FAILOVER: "it came back from its tape", REWIND: "the run went back to a snapshot"}
+STARTS = {FRESH: "the run starts", FAILOVER: "it came back from its tape", REWIND: WENT_BACK}
 
 log = logging.getLogger(__name__)
 

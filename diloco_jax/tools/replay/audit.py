@@ -141,10 +141,11 @@ def describe(result: Mapping[str, Any]) -> str:
         if result["leased"]:
             lines[0] += f", so the {result['leased']:,} positions that the syncer leased are not samples of any data"
         return "\n".join([*lines, *describe_guarantees(data), *_operations(result), *_verdict(result, "")])
+    again = f", and {result['repeated']:,} times again after a release: {result['leased']:,} leases of a sample"
     lines = [
-        f"{result['leased']:,} samples were leased in {result['rounds']:,} merged rounds: {result['merged']:,} merged, "
-        f"{result['overwritten']:,} overwritten, {result['released']:,} released to be leased again, "
-        f"{result['out']:,} still leased",
+        f"{result['leased'] - result['repeated']:,} samples were leased in {result['rounds']:,} merged rounds"
+        f"{again if result['repeated'] else ''}; {result['merged']:,} leases ended merged, "
+        f"{result['overwritten']:,} overwritten, {result['released']:,} released, {result['out']:,} are still leased",
     ]
     if result["overwritten"]:
         lines.append(
@@ -158,8 +159,6 @@ def describe(result: Mapping[str, Any]) -> str:
             f"{what}: {found['leased']:,} leased, {found['merged']:,} merged, {found['overwritten']:,} overwritten, "
             f"{found['released']:,} released, {found['out']:,} still leased{_epochs(found['epochs'])}"
         )
-    if result["repeated"]:
-        lines.append(f"{result['repeated']:,} of them were leased again after a release")
     if result["undone"]:
         lines.append(f"{result['undone']:,} were merged into a version that was lost with all processes that held it")
     if result["void"]:
@@ -168,7 +167,7 @@ def describe(result: Mapping[str, Any]) -> str:
         lines.append(
             f"{result['exclusions_repeated']:,} rounds have recorded norms, and the rule decided again from them"
         )
-    one_fate = f"every sample has one fate; {result['learner_tapes']:,} learner tapes have no other samples"
+    one_fate = f"every lease of a sample has one fate; {result['learner_tapes']:,} learner tapes have no other samples"
     known = {found["guarantee"] for found in data.values()}
     if known & {OWN, RESUMED}:
         lines.append("these counts include the positions that were leased to loops with other data, and not read")

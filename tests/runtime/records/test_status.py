@@ -155,7 +155,7 @@ def test_a_resumed_run_says_that_its_islands_start() -> None:
     assert {row["condition"] for row in status["learners"]} == {"joining"}
     line = "r is starting, waiting for: islands, which are starting: 0 of 2 connected"
     changes = Changes(0.0)
-    assert [changes.look(status, (), float(second)) for second in range(3)] == [f"[0 s] {line}", "", ""]
+    assert [changes.look(status, (), float(second)) for second in range(3)] == [f"[start 0 s] {line}", "", ""]
 
     syncer.on_message(hello("a", incarnation=2, versions=tuple(syncer.versions)), 4.0)
     assert look("b")["waiting_for"] == "islands, which are starting: 1 of 2 connected"

@@ -96,7 +96,8 @@ def test_the_number_of_islands_is_a_curve_until_the_run_is_complete(tmp_path: Pa
     feed.look()
     islands = feed.whole()["curves"]["islands"]
     assert islands["connected"] == [[t, count] for t, count in counts]
-    assert islands["merged per round"] == [[4.5, 1], [6.5, 2], [6.75, 6]]
+    # A stretch is drawn in its middle, and begins where the one before it ends.
+    assert islands["merged per round"] == [[4.5, 1], [5.5, 2], [6.625, 6]]
 
 
 def test_the_loss_on_each_corpus_is_a_curve(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_every_island_second_has_one_use(records: list[dict[str, Any]], uses: di
     for record in records:
         times.take(record)
     told = times.as_dict()
-    nothing = dict.fromkeys(("training", "data", "between", "joining", "away"), 0.0)
+    nothing = dict.fromkeys(("training", "data", "between", "joining", "away", "stopped"), 0.0)
     assert told["islands"]["a"] == {**nothing, **uses}
     assert told["islands"]["never"] == {**nothing, "away": told["span_s"]}
     assert told["goodput"] == pytest.approx(uses["training"] / (2 * told["span_s"]), abs=1e-4)

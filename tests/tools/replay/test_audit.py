@@ -46,7 +46,7 @@ def test_quiet_run(tmp_path: Path) -> None:
     result = result_of(pair)
     assert result["violations"] == 0 and result["repeated"] == result["released"] == 0
     assert result["merged"] > 20 and result["rounds"] >= 10 and result["learner_tapes"] == 2
-    assert "every sample has one fate" in describe(result)
+    assert "every lease of a sample has one fate" in describe(result)
 
 
 def test_what_adoption_overwrote_before_any_round_took_it_is_not_merged(tmp_path: Path) -> None:
@@ -327,7 +327,13 @@ def test_trained_samples_are_told_from_those_that_were_leased_ahead(tmp_path: Pa
     ahead = result["out"] - result["out_trained"]
     assert f"of the {result['out']} still leased, {result['out_trained']} were trained on" in text
     assert f"; {ahead} were leased ahead and not trained on" in text
-    assert "12,345 samples were leased" in describe(result | {"leased": 12_345})
+    again = {"leased": 12_345, "repeated": 2_345, "released": 3_000}
+    line = describe(result | again).splitlines()[0]
+    assert line.startswith(
+        f"10,000 samples were leased in {result['rounds']} merged rounds, and 2,345 times again after "
+    )
+    assert "a release: 12,345 leases of a sample; " in line and ", 3,000 released, " in line
+    assert "again" not in describe(result | {"repeated": 0}).splitlines()[0]
 
 
 def test_an_audit_of_own_data_speaks_of_no_lease(tmp_path: Path) -> None:
