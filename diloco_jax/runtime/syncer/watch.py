@@ -186,7 +186,7 @@ class Watch:
         self._telemetry.write(record)
 
     def on_refused(self, learner_id: str, reason: str) -> None:
-        """Record why the greeting of an island was refused, after its certificate and token were accepted.
+        """Record why the greeting of an island was refused, whose credentials were accepted where the run requires any.
 
         A banned name has its reason already. A name that is neither in the config nor of a member is ignored.
         """
