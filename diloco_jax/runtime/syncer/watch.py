@@ -44,11 +44,12 @@ from diloco_jax.transport.endpoints.probe import versions
 from diloco_jax.transport.session.listener import Listener
 from diloco_jax.transport.store.counts import calls
 
+# Longer reasons of refusals are cut to this many characters.
+REFUSAL_LENGTH_MAX = 300
 # Metrics of islands that are summed for all islands together; the others are averaged.
 SUMMED = ("tokens_per_s", "model_flops_per_s")
 
 EVAL_ALARMS_MAX = 8
-REFUSAL_LENGTH_MAX = 300
 STARTS = {FRESH: "the run starts", FAILOVER: "it came back from its tape", REWIND: "the run went back to a snapshot"}
 
 log = logging.getLogger(__name__)
