@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.protocol.bounds import objection
-from diloco_jax.protocol.member import Member
+from diloco_jax.protocol.member import ACTIVE, Member
 from diloco_jax.protocol.messages import FragmentValue, StepReport
 from diloco_jax.protocol.watch.drift import DriftWatch
 from diloco_jax.protocol.watch.health import conditions
@@ -126,11 +126,11 @@ class RunStats:
             return True
         stats = self._learners.setdefault(report.learner_id, LearnerStats())
         busy_s = report.step_s
-        known = stats.last_step if report.incarnation == stats.incarnation else 0
         # Rounds that wait for an island on purpose say nothing about the syncer.
         enough = self._syncer.membership.live >= self._syncer.config.quorum
-        if enough and not self._syncer.rounds.awaits_starters:
-            made = report.local_step - known
+        # The first report after a greeting has the steps that the island made without a syncer.
+        if member.state == ACTIVE and enough and not self._syncer.rounds.awaits_starters:
+            made = report.local_step - member.local_step
             self._outrun.on_steps(report.learner_id, made, self._syncer.global_step, report.step_s)
         self.losses.on_report(report)
         if report.incarnation != stats.incarnation:
@@ -217,8 +217,8 @@ class RunStats:
 
     @property
     def contributors_per_round(self) -> float:
-        """Return the mean number of learners in a merge."""
-        return self._syncer.progress.merged_parts / max(1, self._syncer.merged_rounds)
+        """Return the mean number of learners in a merge, with the digits that status and summary have."""
+        return round(self._syncer.progress.merged_parts / max(1, self._syncer.merged_rounds), 4)
 
     def _members(self) -> list[Member]:
         return [member for _, member in sorted(self._syncer.membership.members.items())]
@@ -295,7 +295,7 @@ class RunStats:
             "goodput": round(goodput_of(busy_s - waited_s, max(1, len(self._names)) * window_s), 4),
             WAITING: round(waited_s / max(busy_s, 1e-9), 4),
             "uptime": round(min(1.0, self._covered_s / window_s), 4),
-            "contributors_per_round": round(self.contributors_per_round, 4),
+            "contributors_per_round": self.contributors_per_round,
             "unmerged_fragments": self.unmerged_fragments,
             "steps_per_round": round(most / max(1, self._syncer.global_step), 4),
             "samples": self._syncer.leases.fates._asdict(),

@@ -293,14 +293,17 @@ class SyncerDriver:
                     self.merges.discard(global_step)
                 case effects.Restore(fragment_id, version):
                     self._model.restore(fragment_id, version, payload)
-                case effects.SaveSnapshot():
-                    self.snapshots.save()
+                case effects.SaveSnapshot(global_step):
+                    # The last step of a run has one snapshot: the final one, with the values of its last rounds.
+                    if global_step != self._machine.progress.total_steps:
+                        self.snapshots.save()
                 case effects.Evaluated(score):
                     self.watch.on_score(score, self._now_s())
                 case effects.Note():
                     self.watch.on_note(effect)
                 case effects.Drop(peer, reason) if effects.Send(peer, messages.Refuse(reason)) in requests:
                     REFUSALS.tell(peer, reason)
+                    self.watch.on_refused(peer, reason)
                 case effects.Drop(peer, reason, global_step):
                     if global_step >= 0:
                         self.merges.drop(global_step, peer)

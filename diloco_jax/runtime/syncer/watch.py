@@ -20,6 +20,7 @@ from diloco_jax.protocol.messages import (
     Score,
     StepReport,
 )
+from diloco_jax.protocol.texts import clean
 from diloco_jax.protocol.watch.alarms import Alarm, AlarmBook, alarms_of, starving
 from diloco_jax.protocol.watch.sites import RisingLosses
 from diloco_jax.protocol.watch.terms import WAITING
@@ -43,6 +44,8 @@ from diloco_jax.transport.endpoints.probe import versions
 from diloco_jax.transport.session.listener import Listener
 from diloco_jax.transport.store.counts import calls
 
+# Longer reasons of refusals are cut to this many characters.
+REFUSAL_LENGTH_MAX = 300
 # Metrics of islands that are summed for all islands together; the others are averaged.
 SUMMED = ("tokens_per_s", "model_flops_per_s")
 
@@ -106,6 +109,8 @@ class Watch:
         self._came: dict[int, dict[str, float]] = {}
         # Islands of a resumed run that have not connected since, and until when they may start.
         self._awaited, self._awaited_until_s = frozenset[str](), 0.0
+        # Islands that the config names or that were members -> why their newest greeting was refused.
+        self._refused: dict[str, str] = {}
         self._news = False
         self._time_left = TimeLeft(self.context.machine.global_step)
         self._telemetry = Telemetry(self.context.run_dir, Outlets(self.context.config, self.context.run_dir))
@@ -181,6 +186,15 @@ class Watch:
         record |= {"local_step": report.local_step, "global_step": machine.global_step, "values": values}
         self._telemetry.write(record)
 
+    def on_refused(self, learner_id: str, reason: str) -> None:
+        """Record why the greeting of an island was refused, whose credentials were accepted where the run requires any.
+
+        A banned name has its reason already. A name that is neither in the config nor of a member is ignored.
+        """
+        members, names = self.context.machine.membership, self.context.config.islands.names
+        if learner_id not in members.bans and (learner_id in names or learner_id in members.members):
+            self._refused[learner_id] = clean(reason, REFUSAL_LENGTH_MAX)
+
     def on_note(self, note: Note) -> None:
         """Count and record a note of the machine about a round or a learner."""
         now_s = self.context.clock.now_s()
@@ -191,6 +205,9 @@ class Watch:
             # Its next process tells its own number.
             for name in note.members:
                 self._processes.pop(name, None)
+        if note.kind in ("joined", "banned"):
+            for name in note.members:
+                self._refused.pop(name, None)
         self.exposed.on_note(note)
         self._time_left.step(now_s, self.context.machine.global_step)
         if note.kind == "abandoned":
@@ -257,7 +274,8 @@ class Watch:
         told, member = alarm.as_dict(), self.context.machine.membership.members.get(alarm.who)
         if alarm.kind == "gone" and member is not None:
             restart = read_restart(self.context.run_dir, alarm.who, now_s - member.since_s)
-            told["remedy"] = restart or told["remedy"]
+            refused = f"refused: {self._refused[alarm.who]}" if alarm.who in self._refused else ""
+            told["remedy"] = refused or restart or told["remedy"]
         return told
 
     def alarms(self) -> list[dict[str, Any]]:
@@ -299,7 +317,9 @@ class Watch:
         self._told_s = now_s
         if self._awaited:
             gone = {name for name, each in context.machine.membership.members.items() if each.state == "gone"}
-            self._awaited = self._awaited & gone if now_s < self._awaited_until_s else frozenset()
+            self._awaited = (
+                self._awaited & gone - self._refused.keys() if now_s < self._awaited_until_s else frozenset()
+            )
         status = compose_status(
             context.config.name,
             context.machine,
@@ -318,6 +338,7 @@ class Watch:
             metrics=self._metrics,
             processes=self._processes,
             awaited=self._awaited,
+            refused=self._refused,
             left_s=self._time_left.left_s(now_s, context.machine.progress.expected_steps),
             num_parameters=context.stats.num_parameters,
             subscribers=self.subscribers(),

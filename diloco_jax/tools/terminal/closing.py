@@ -1,5 +1,6 @@
 """The closing lines of a run: how far it came, its alarms, and the command that continues it or trains it longer."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from diloco_jax.runtime.records.files import (
     command,
     has_begun,
     longer_command,
+    longer_options,
     resume_command,
 )
 from diloco_jax.settings.run import RunConfig
@@ -62,7 +64,8 @@ def onward(summary: Mapping[str, Any], config: RunConfig, run_dir: Path, program
     """
     if summary["complete"]:
         # Islands with a built-in loop have a separate copy of the config.
-        same = "; give each island the same limits" if program == "syncer" and not config.model.own else ""
+        same = f"; then start each island again, with {shlex.join(longer_options(config.limits))} after its command"
+        same *= program == "syncer" and not config.model.own
         return f"to train longer: {longer_command(run_dir, config.limits, program)}{same}"
     if not has_begun(run_dir):
         return ""

@@ -3,6 +3,7 @@
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,7 +16,7 @@ from diloco_jax.runtime.learner.metrics import NAMES_MAX, IslandMetrics, memory
 from diloco_jax.runtime.records.earlier import NOTHING_EARLIER
 from diloco_jax.runtime.records.liveness import machine_number, tell_restart
 from diloco_jax.runtime.records.telemetry import read_metrics
-from diloco_jax.runtime.syncer.watch import Watch, merged_metrics
+from diloco_jax.runtime.syncer.watch import REFUSAL_LENGTH_MAX, Watch, merged_metrics
 
 STEPS: list[tuple[Any, ...]] = []
 
@@ -110,6 +111,20 @@ def test_the_process_of_an_island_is_known_on_its_machine(tmp_path: Any, machine
     values = (Metric("loss", 1.0), Metric(OWN_PROCESS, 1234.0), Metric(OWN_MACHINE, float(machine)))
     watch.on_metrics(MetricsReport("a", 2, 7, values), 1.5)
     assert (watch._metrics, watch._processes) == ({"a": {"loss": 1.0}}, {"a": told})
+
+
+def test_the_newest_refusal_of_an_island_is_kept_until_it_joins_and_of_no_stranger(tmp_path: Any) -> None:
+    watch = _watch(tmp_path)
+    members = watch.context.machine.membership
+    members.members, members.bans = {"a": None, "x": None}, {"x"}
+    watch.context.config.islands = SimpleNamespace(names=("b",))
+    watch.context.clock, watch.exposed, watch._time_left = SimpleNamespace(now_s=lambda: 1.0), MagicMock(), MagicMock()
+    for name in ("a", "b", "x", "stranger"):
+        watch.on_refused(name, "first")
+        watch.on_refused(name, "steps\n" + 1000 * "9")
+    assert watch._refused == dict.fromkeys("ab", "steps " + (REFUSAL_LENGTH_MAX - 6) * "9")
+    watch.on_note(Note("joined", 1, -1, ("a",), "incarnation 2"))
+    assert watch._refused.keys() == {"b"}
 
 
 def test_the_process_of_an_island_that_left_is_forgotten(tmp_path: Any) -> None:

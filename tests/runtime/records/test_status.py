@@ -185,6 +185,41 @@ def test_banned_names_are_in_the_status_with_their_reasons(tmp_path: Path) -> No
     assert "banned" not in describe(compose_status("r", syncer, stats, 6.0, **told))
 
 
+def test_a_refused_island_is_shown_with_the_reason_until_it_connects() -> None:
+    syncer = running("a", "b")
+    stats = RunStats(("a", "b", "c"), 10, syncer)
+    syncer.on_disconnect("b", 1, "killed", 3.0)
+    told: dict[str, Any] = {"stopped": False, "blocked": "", "alarms": [], "metrics": {}, "processes": {}}
+    told |= {"left_s": None, "episodes": [], "eval_loss": None, "wire": {}, "num_parameters": 10, "awaited": set()}
+    told |= {"refused": {"a": "an old process", "b": "global steps differs", "c": "corpus differs"}}
+    status = compose_status("r", syncer, stats, 4.0, **told)
+    assert [row["learner"] for row in status["refused"]] == ["b", "c"]
+    text = describe(status)
+    assert "  b  disconnected for 1 s" in text and "; refused: global steps differs;" in text
+    assert text.endswith("\nrefused: c: corpus differs") and "an old process" not in text
+    syncer.on_message(hello("b", incarnation=2, versions=tuple(syncer.versions)), 5.0)
+    assert "global steps differs" not in describe(compose_status("r", syncer, stats, 6.0, **told))
+
+
+def test_an_old_status_describes_islands_in_the_past() -> None:
+    syncer = running("a", "b")
+    told: dict[str, Any] = {"stopped": False, "blocked": "", "alarms": [], "metrics": {}, "processes": {}}
+    status = compose_status("r", syncer, RunStats(("a", "b"), 10, syncer), 4.0, left_s=None, **told)
+    assert describe(status).count("  training for ") == 2
+    old = describe(status | {"state": "not running", "remedy": "start it", "said_s_ago": 9.0})
+    assert "training for" not in old and "  a  was training: inner step 1," in old
+
+
+def test_status_and_summary_have_the_same_mean_of_contributors() -> None:
+    syncer = running("a", "b")
+    stats = RunStats(("a", "b"), 10, syncer)
+    # 8673 / 4999 = 1.734947
+    syncer.progress.merged_parts, syncer.progress.merged_rounds = 8673, 4999
+    told: dict[str, Any] = {"stopped": False, "blocked": "", "alarms": [], "metrics": {}, "processes": {}}
+    status = compose_status("r", syncer, stats, 4.0, left_s=None, **told)
+    assert status["contributors_per_round"] == stats.summary({}, 4.0)["contributors_per_round"] == 1.7349
+
+
 @pytest.mark.parametrize("content", ["{}", "[]", "5", "null", '{"name": 1}', "{"])
 def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path, content: str) -> None:
     (tmp_path / "status.json").write_text(content)
