@@ -58,7 +58,9 @@ def test_pages_name_the_present_version() -> None:
         (page.name, version)
         for page in pages()
         if page.parent.name != "decisions" and page.name not in ("log.md", "findings.md")
-        for version in re.findall(r"diloco_jax-(\d[\d.]*)-py3|^Version ([\d.]+),", page.read_text("utf-8"), re.MULTILINE)
+        for version in re.findall(
+            r"diloco_jax-(\d[\d.]*)-py3|^Version ([\d.]+),", page.read_text("utf-8"), re.MULTILINE
+        )
     }
     assert {name for name, _ in named} >= {"README.md", "install.md"}
     assert {"".join(version) for _, version in named} == {RELEASE}

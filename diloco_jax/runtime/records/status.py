@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.protocol.texts import clean_all
@@ -35,6 +36,8 @@ EVALUATING, COMPLETE = MERGED_ALL = ("evaluating", "complete")
 # Number of islands that "waiting for" names because they wait for data.
 STARVED_MAX = 4
 
+# The figures of an island without a link.
+NO_RATES = {"up_bytes_per_s": None, "down_bytes_per_s": None}
 # The condition of an island that a resumed run awaits.
 RETURNS = {"condition": "joining", "reason": "starts; not connected yet since the run was resumed"}
 
@@ -51,6 +54,7 @@ def compose_status(
     processes: Mapping[str, int | None],
     left_s: float | None,
     awaited: Collection[str] = (),
+    rates: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
     **facts: Any,
 ) -> dict[str, Any]:
     """Return what a run with a syncer does now, for `diloco status` and all views.
@@ -62,6 +66,7 @@ def compose_status(
         processes: process numbers of the islands on the syncer's machine.
         left_s: seconds until the last global step; None while unknown.
         awaited: islands of a resumed run that start and have not connected since.
+        rates: bytes per second on the links of connected islands (runtime/syncer/island_traffic.py).
         facts: values that the status holds as they are: `alarms` that stand, `episodes`, `wire`, and the results of the
             newest evaluation.
     """
@@ -92,6 +97,7 @@ def compose_status(
             row
             | (RETURNS if row["learner"] in awaited else {})
             | {"metrics": metrics.get(row["learner"], {})}
+            | rates.get(row["learner"], NO_RATES)
             | {"process": None if row["state"] == "gone" else processes.get(row["learner"])}
             for row in stats.status(now_s)
         ],

@@ -123,7 +123,16 @@ def test_the_facts_of_an_island_are_those_that_the_syncer_counts() -> None:
     syncer.on_message(hello("a"), 0.0)
     stats.on_report(report("a", 1), 1.0)
     (row,) = stats.status(1.0)
-    assert {each.name for each in fields(IslandFacts)} == {*row, "metrics"}
+    moved = {"up_bytes", "down_bytes", "up_bytes_per_s", "down_bytes_per_s"}
+    assert {each.name for each in fields(IslandFacts)} == {*row, "metrics", *moved}, "its link is counted elsewhere"
+
+
+def test_the_bytes_of_islands_are_among_those_of_the_wire() -> None:
+    wire = {"up_bytes": 9, "down_bytes": 5, "by_island": {"a": {"up_bytes": 7, "down_bytes": 4}}}
+    for learners in ([{"learner": "a"}, {"learner": "b"}], {"a": {}, "b": {}}):
+        facts = RunFacts.of({"wire": wire, "learners": learners})
+        assert [(each.up_bytes, each.down_bytes) for each in facts.islands] == [(7, 4), (None, None)]
+        assert (facts.up_bytes, facts.down_bytes) == (9, 5)
 
 
 def test_names_and_series_are_unique() -> None:
