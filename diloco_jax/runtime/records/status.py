@@ -37,7 +37,7 @@ EVALUATING, COMPLETE = MERGED_ALL = ("evaluating", "complete")
 STARVED_MAX = 4
 
 # The figures of an island without a link.
-NO_RATES = {"up_bytes_per_s": None, "down_bytes_per_s": None}
+NO_RATES: Mapping[str, float | None] = {"up_bytes_per_s": None, "down_bytes_per_s": None}
 # The condition of an island that a resumed run awaits.
 RETURNS = {"condition": "joining", "reason": "starts; not connected yet since the run was resumed"}
 
@@ -54,7 +54,7 @@ def compose_status(
     processes: Mapping[str, int | None],
     left_s: float | None,
     awaited: Collection[str] = (),
-    rates: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+    rates: Mapping[str, Mapping[str, float | None]] = MappingProxyType({}),
     **facts: Any,
 ) -> dict[str, Any]:
     """Return what a run with a syncer does now, for `diloco status` and all views.
@@ -97,7 +97,7 @@ def compose_status(
             row
             | (RETURNS if row["learner"] in awaited else {})
             | {"metrics": metrics.get(row["learner"], {})}
-            | rates.get(row["learner"], NO_RATES)
+            | {**rates.get(row["learner"], NO_RATES)}
             | {"process": None if row["state"] == "gone" else processes.get(row["learner"])}
             for row in stats.status(now_s)
         ],

@@ -54,7 +54,7 @@ class IslandTraffic:
 
     def rates(
         self, counted: Mapping[str, Traffic], steps: Mapping[str, float | None], now_s: float
-    ) -> dict[str, dict[str, float]]:
+    ) -> dict[str, dict[str, float | None]]:
         """Return bytes per second from and to connected islands, by name; there are none at the first call.
 
         Args:

@@ -276,6 +276,7 @@ class Watch:
         (received, sent), of_learners = self._moved()
         before = self.earlier.wire
         totals = {"up_bytes": before["up_bytes"] + received, "down_bytes": before["down_bytes"] + sent}
+        # The bytes of subscribers, and of learners that the run refused, are only in the totals.
         return {**totals, "by_island": self._traffic.totals(of_learners, self.context.machine.membership.members)}
 
     def _moved(self) -> tuple[Traffic, Mapping[str, Traffic]]:
@@ -293,7 +294,7 @@ class Watch:
         made = self._listener.requests if self._listener is not None else {}
         return round(calls(made) / max(1.0, now_s - self._listens_s), 3)
 
-    def _rates(self, now_s: float) -> dict[str, dict[str, float]]:
+    def _rates(self, now_s: float) -> dict[str, dict[str, float | None]]:
         """Return the bytes per second on the links of connected islands."""
         steps = {member.learner_id: member.step_s for member in self.context.machine.membership.connected()}
         return self._traffic.rates(self._moved()[1], steps, now_s)

@@ -330,8 +330,8 @@ class BucketSession(Session):
                     return None
                 log.info(f"a payload for {self.peer} waits: {error}")
             self._pause()
-        # A shared payload that another session has written takes room on this learner's link as well.
-        shared_bytes = item.size + SEAL_BYTES if item.shared is not None and reference and not size else 0
+        # This learner's link carries a shared payload although another session has written it.
+        shared_bytes = item.size + SEAL_BYTES if reference and not size else 0
         self.count(sent_bytes=size, shared_bytes=shared_bytes)
         if item.shared is not None:
             with self._changed:
