@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from diloco_jax.protocol.syncer.machine import Syncer
 
 BFLOAT16_BYTES = 2
+# Share of the moving average of an island's speed that remains after one more step.
+KEPT_PER_STEP = 0.9
 # Fragments that a warning names.
 NAMED_MAX = 8
 
@@ -148,7 +150,7 @@ class RunStats:
         stats.last_step = report.local_step
         stats.step_tokens = report.tokens // max(1, report.local_step)
         sample = stats.step_tokens / max(report.step_s, 1e-9)
-        stats.rate = sample if stats.rate is None else 0.9 * stats.rate + 0.1 * sample
+        stats.rate = sample if stats.rate is None else KEPT_PER_STEP * stats.rate + (1 - KEPT_PER_STEP) * sample
         self._covered_s += max(0.0, now_s - max(began_s, self._covered_until_s))
         self._covered_until_s = max(self._covered_until_s, now_s)
         return True
@@ -268,7 +270,7 @@ class RunStats:
         per_step = 2 * (2 * (islands - 1) / islands) * self.num_parameters * BFLOAT16_BYTES
         return round(per_step * sum(member.total_steps for member in self._members()))
 
-    def summary(self, wire: Mapping[str, int], now_s: float) -> dict[str, Any]:
+    def summary(self, wire: Mapping[str, Any], now_s: float) -> dict[str, Any]:
         """Return the measured part of summary.json, without the evaluation; docs/architecture.md lists its keys."""
         began_s = self._began_s if self._began_s is not None else now_s
         until_s = self._covered_until_s if self._syncer.finished else now_s

@@ -36,6 +36,8 @@ EVALUATING, COMPLETE = MERGED_ALL = ("evaluating", "complete")
 # Number of islands that "waiting for" names because they wait for data.
 STARVED_MAX = 4
 
+# The figures of an island without a link.
+NO_RATES: Mapping[str, float | None] = {"up_bytes_per_s": None, "down_bytes_per_s": None}
 # The condition of an island that a resumed run awaits.
 RETURNS = {"condition": "joining", "reason": "starts; not connected yet since the run was resumed"}
 
@@ -53,6 +55,7 @@ def compose_status(
     left_s: float | None,
     awaited: Collection[str] = (),
     refused: Mapping[str, str] = MappingProxyType({}),
+    rates: Mapping[str, Mapping[str, float | None]] = MappingProxyType({}),
     **facts: Any,
 ) -> dict[str, Any]:
     """Return what a run with a syncer does now, for `diloco status` and all views.
@@ -65,6 +68,7 @@ def compose_status(
         left_s: seconds until the last global step; None while unknown.
         awaited: islands of a resumed run that start and have not connected since.
         refused: islands -> why their newest greeting was refused.
+        rates: bytes per second on the links of connected islands (runtime/syncer/island_traffic.py).
         facts: values that the status holds as they are: `alarms` that stand, `episodes`, `wire`, and the results of the
             newest evaluation.
     """
@@ -99,6 +103,7 @@ def compose_status(
             | (RETURNS if row["learner"] in awaited else {})
             | ({"reason": f"refused: {refusals[row['learner']]}"} if row["learner"] in refusals else {})
             | {"metrics": metrics.get(row["learner"], {})}
+            | {**rates.get(row["learner"], NO_RATES)}
             | {"process": None if row["state"] == "gone" else processes.get(row["learner"])}
             for row in stats.status(now_s)
         ],

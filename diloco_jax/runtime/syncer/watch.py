@@ -37,10 +37,12 @@ from diloco_jax.runtime.syncer.band import Band, Point
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND
 from diloco_jax.runtime.syncer.context import SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
+from diloco_jax.runtime.syncer.island_traffic import IslandTraffic
 from diloco_jax.runtime.syncer.machine_alarms import MachineAlarms
 from diloco_jax.runtime.syncer.subtraction import Subtraction
 from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.transport.endpoints.probe import versions
+from diloco_jax.transport.link import Traffic
 from diloco_jax.transport.session.listener import Listener
 from diloco_jax.transport.store.counts import calls
 
@@ -101,6 +103,7 @@ class Watch:
         self._listens_s = 0.0
         # Returns the rows of the connected subscribers.
         self.subscribers: Callable[[], list[dict[str, Any]]] = list
+        self._traffic = IslandTraffic(self.earlier.by_island)
         # Newest metrics of each island.
         self._metrics: dict[str, Mapping[str, float]] = {}
         # Process number of each island that runs on this machine.
@@ -286,11 +289,17 @@ class Watch:
                 each["text"] = str(max(outruns, key=lambda episode: episode.steps))
         return found
 
-    def wire(self) -> dict[str, int]:
-        """Return the bytes from and to islands over all processes of the syncer."""
-        received, sent = self._listener.traffic if self._listener is not None else (0, 0)
+    def wire(self) -> dict[str, Any]:
+        """Return the bytes from and to islands, together and of each, over all processes of the syncer."""
+        (received, sent), of_learners = self._moved()
         before = self.earlier.wire
-        return {"up_bytes": before["up_bytes"] + received, "down_bytes": before["down_bytes"] + sent}
+        totals = {"up_bytes": before["up_bytes"] + received, "down_bytes": before["down_bytes"] + sent}
+        # The bytes of subscribers, and of learners that the run refused, are only in the totals.
+        return {**totals, "by_island": self._traffic.totals(of_learners, self.context.machine.membership.members)}
+
+    def _moved(self) -> tuple[Traffic, Mapping[str, Traffic]]:
+        """Return the bytes from and to all peers of this process of the syncer, and those of each learner."""
+        return self._listener.traffic_of_learners() if self._listener is not None else (Traffic(0, 0), {})
 
     def requests(self) -> dict[str, int]:
         """Return the requests to a bucket, and their bytes, over all processes of the syncer; {} without a bucket."""
@@ -302,6 +311,11 @@ class Watch:
         """Return the requests to a bucket per second since this process listens."""
         made = self._listener.requests if self._listener is not None else {}
         return round(calls(made) / max(1.0, now_s - self._listens_s), 3)
+
+    def _rates(self, now_s: float) -> dict[str, dict[str, float | None]]:
+        """Return the bytes per second on the links of connected islands."""
+        steps = {member.learner_id: member.step_s for member in self.context.machine.membership.connected()}
+        return self._traffic.rates(self._moved()[1], steps, now_s)
 
     def _upcoming(self) -> dict[str, int]:
         """Return the global steps of the next evaluation and the next snapshot."""
@@ -339,6 +353,7 @@ class Watch:
             processes=self._processes,
             awaited=self._awaited,
             refused=self._refused,
+            rates=self._rates(now_s),
             left_s=self._time_left.left_s(now_s, context.machine.progress.expected_steps),
             num_parameters=context.stats.num_parameters,
             subscribers=self.subscribers(),

@@ -18,6 +18,8 @@ runtime/figures/facts.py it has these keys:
     learners        facts of each island, and `process`: its number, if it runs on the syncer's machine
     bans            [{learner, reason}]: banned names (protocol/bans.py)
     refused         [{learner, reason}]: islands that are not connected because their newest greeting was refused
+    wire            {up_bytes, down_bytes, by_island: {NAME: {up_bytes, down_bytes}}}: bytes over all processes of the
+                    syncer; in a bucket, versions that many islands read are once in the first two, and in each island's
     requests        requests to a bucket by kind, and their bytes, over all processes of the syncer; {} without one
     requests_per_s  of them, since the syncer's process listens
     subscribers     [{subscriber, lacks}]: processes that only receive the model, and the newest values that each lacks

@@ -119,7 +119,7 @@ def test_a_run_without_a_status_names_what_it_waits_for_or_where_to_look(tmp_pat
 
 def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
     earlier = word(age_s=1e5, process=GONE) | {
-        "wire": {"up_bytes": 5, "down_bytes": 7},
+        "wire": {"up_bytes": 5, "down_bytes": 7, "by_island": {"a": {"up_bytes": 3, "down_bytes": 6}}},
         "eval_loss": 1.5,
         "eval_step": 3,
         "requests": {"puts": 4},
@@ -128,9 +128,14 @@ def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
     start_again(tmp_path)
     told = read_status(str(tmp_path), ask_status)
     assert told["state"] == "starting" and told["learners"] == [] and told["global_step"] == 3
-    assert read_earlier(tmp_path) == ({"up_bytes": 5, "down_bytes": 7}, 1.5, [], 3, {"puts": 4}), (
+    of_a = {"a": {"up_bytes": 3, "down_bytes": 6}}
+    assert read_earlier(tmp_path) == ({"up_bytes": 5, "down_bytes": 7}, 1.5, [], 3, {"puts": 4}, of_a), (
         "what only it tells stays"
     )
+    del earlier["wire"]["by_island"]
+    (tmp_path / "status.json").write_text(json.dumps(earlier))
+    assert read_earlier(tmp_path).by_island == {}, "an older version wrote it"
+    start_again(tmp_path)
     (tmp_path / "status.json").unlink()
     start_again(tmp_path)
     assert not (tmp_path / "status.json").exists()
