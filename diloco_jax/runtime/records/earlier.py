@@ -22,6 +22,8 @@ class Earlier(NamedTuple):
     eval_step: int | None = None
     # Requests to a bucket and their bytes, by name; {} without a bucket.
     requests: Mapping[str, int] = MappingProxyType({})
+    # Results of the newest evaluation beside its loss, by name; None if not finite.
+    eval_scores: Mapping[str, float | None] = MappingProxyType({})
 
 
 NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)
@@ -35,6 +37,7 @@ def read_earlier(run_dir: Path) -> Earlier:
         episodes = [Standing.of(told) for told in said.get("episodes", ())]
         # Statuses of older versions do not have the key.
         requests = {str(name): int(count) for name, count in said.get("requests", {}).items()}
-        return Earlier(wire, said["eval_loss"], episodes, said.get("eval_step"), requests)
+        scores = dict(said.get("eval_scores", {}))
+        return Earlier(wire, said["eval_loss"], episodes, said.get("eval_step"), requests, scores)
     except (ValueError, KeyError, TypeError, AttributeError):
         return NOTHING_EARLIER

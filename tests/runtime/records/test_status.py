@@ -122,15 +122,16 @@ def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
         "wire": {"up_bytes": 5, "down_bytes": 7},
         "eval_loss": 1.5,
         "eval_step": 3,
+        "eval_scores": {"accuracy": 0.5},
         "requests": {"puts": 4},
     }
     (tmp_path / "status.json").write_text(json.dumps(earlier))
     start_again(tmp_path)
     told = read_status(str(tmp_path), ask_status)
     assert told["state"] == "starting" and told["learners"] == [] and told["global_step"] == 3
-    assert read_earlier(tmp_path) == ({"up_bytes": 5, "down_bytes": 7}, 1.5, [], 3, {"puts": 4}), (
-        "what only it tells stays"
-    )
+    wire = {"up_bytes": 5, "down_bytes": 7}
+    stays = (wire, 1.5, [], 3, {"puts": 4}, {"accuracy": 0.5})
+    assert read_earlier(tmp_path) == stays, "what only it tells stays"
     (tmp_path / "status.json").unlink()
     start_again(tmp_path)
     assert not (tmp_path / "status.json").exists()
