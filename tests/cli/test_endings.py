@@ -109,7 +109,12 @@ def test_a_batch_that_cannot_fit_is_warned_of(monkeypatch: pytest.MonkeyPatch) -
             "; then start each island again, with --train.steps 600 after its command",
         ),
         ("train", False, "to continue: diloco train RUN/config.yaml --run-dir RUN --resume"),
-        ("syncer", False, "to continue: diloco syncer RUN/config.yaml --run-dir RUN"),
+        (
+            "syncer",
+            False,
+            "to continue: diloco syncer RUN/config.yaml --run-dir RUN"
+            "; then start each island again, because they ended with the syncer",
+        ),
     ],
 )
 def test_the_command_that_comes_next(

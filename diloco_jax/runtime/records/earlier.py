@@ -24,6 +24,8 @@ class Earlier(NamedTuple):
     requests: Mapping[str, int] = MappingProxyType({})
     # Bytes from and to each island.
     by_island: Mapping[str, Mapping[str, int]] = MappingProxyType({})
+    # Results of the newest evaluation beside its loss, by name; None if not finite.
+    eval_scores: Mapping[str, float | None] = MappingProxyType({})
 
 
 NOTHING_EARLIER = Earlier({"up_bytes": 0, "down_bytes": 0}, None)
@@ -38,7 +40,9 @@ def read_earlier(run_dir: Path) -> Earlier:
         # Statuses of older versions do not have these keys.
         by_island = {str(name): _both_ways(moved) for name, moved in said["wire"].get("by_island", {}).items()}
         requests = {str(name): int(count) for name, count in said.get("requests", {}).items()}
-        return Earlier(wire, said["eval_loss"], episodes, said.get("eval_step"), requests, by_island)
+        scores = dict(said.get("eval_scores", {}))
+        step = said.get("eval_step")
+        return Earlier(wire, said["eval_loss"], episodes, step, requests, by_island, scores)
     except (ValueError, KeyError, TypeError, AttributeError):
         return NOTHING_EARLIER
 

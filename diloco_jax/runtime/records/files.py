@@ -80,9 +80,13 @@ def _short(path: Path) -> str:
     return str(path)
 
 
-def resume_command(run_dir: Path) -> str:
-    """Return the shell command that resumes a run on this machine."""
-    return command("train", run_dir / CONFIG_FILE, "--run-dir", run_dir, "--resume")
+def resume_command(run_dir: Path, program: str = "train") -> str:
+    """Return the shell command that resumes a run that was stopped.
+
+    Args:
+        program: the command of `diloco` that runs the syncer, `train` or `syncer`.
+    """
+    return command(program, run_dir / CONFIG_FILE, "--run-dir", run_dir, *["--resume"] * (program == "train"))
 
 
 def longer_options(limits: Limits) -> list[str]:

@@ -389,7 +389,7 @@ class SyncerRun:
         self._free_port = model.close_desk if isinstance(model, OfferedModel) else lambda: None
         self._arrived_s = model.arrived_s if isinstance(model, OfferedModel) else None
         own = isinstance(model, OfferedModel)
-        self._pulse.phase("loading the model that the first island sent" if own else "drawing the initial model")
+        self._pulse.phase("loading the initial model" if own else "drawing the initial model")
         self._model = make_model(resolved, self._initial(), arithmetic)
         # Only islands download remote data, or have separate corpora.
         corpus = model.corpus if config.shares_corpus and not config.data.remote else ""

@@ -89,7 +89,7 @@ class Watch:
     def __post_init__(self) -> None:
         self._told_s: float | None = None
         # Results of the newest evaluation.
-        self.eval_loss, self.eval_scores = self.earlier.eval_loss, dict[str, float | None]()
+        self.eval_loss, self.eval_scores = self.earlier.eval_loss, dict(self.earlier.eval_scores)
         self._rising = RisingLosses()
         # Global step of the evaluated model.
         self._eval_step = self.earlier.eval_step

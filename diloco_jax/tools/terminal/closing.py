@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_jax.runtime.records.files import (
-    CONFIG_FILE,
     SUMMARY_FILE,
-    command,
     has_begun,
     longer_command,
     longer_options,
@@ -69,5 +67,6 @@ def onward(summary: Mapping[str, Any], config: RunConfig, run_dir: Path, program
         return f"to train longer: {longer_command(run_dir, config.limits, program)}{same}"
     if not has_begun(run_dir):
         return ""
-    alone = command(program, run_dir / CONFIG_FILE, "--run-dir", run_dir)
-    return f"to continue: {resume_command(run_dir) if program == 'train' else alone}"
+    # A supervisor starts its islands itself.
+    again = "; then start each island again, because they ended with the syncer" if program == "syncer" else ""
+    return f"to continue: {resume_command(run_dir, program)}{again}"

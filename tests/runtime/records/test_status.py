@@ -122,6 +122,7 @@ def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
         "wire": {"up_bytes": 5, "down_bytes": 7, "by_island": {"a": {"up_bytes": 3, "down_bytes": 6}}},
         "eval_loss": 1.5,
         "eval_step": 3,
+        "eval_scores": {"accuracy": 0.5},
         "requests": {"puts": 4},
     }
     (tmp_path / "status.json").write_text(json.dumps(earlier))
@@ -129,9 +130,9 @@ def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
     told = read_status(str(tmp_path), ask_status)
     assert told["state"] == "starting" and told["learners"] == [] and told["global_step"] == 3
     of_a = {"a": {"up_bytes": 3, "down_bytes": 6}}
-    assert read_earlier(tmp_path) == ({"up_bytes": 5, "down_bytes": 7}, 1.5, [], 3, {"puts": 4}, of_a), (
-        "what only it tells stays"
-    )
+    wire = {"up_bytes": 5, "down_bytes": 7}
+    stays = (wire, 1.5, [], 3, {"puts": 4}, of_a, {"accuracy": 0.5})
+    assert read_earlier(tmp_path) == stays, "what only it tells stays"
     del earlier["wire"]["by_island"]
     (tmp_path / "status.json").write_text(json.dumps(earlier))
     assert read_earlier(tmp_path).by_island == {}, "an older version wrote it"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.leases import Fates, Holding, LeaseBook
+from diloco_jax.protocol.leases import Fates, Holding, LeaseBook, earlier_range
 from diloco_jax.protocol.messages import LearnerMessage, Lease
 from diloco_jax.protocol.watch import sample_book
 from diloco_jax.protocol.watch.auditor import Auditor
@@ -191,6 +191,31 @@ def test_learner_that_reads_what_is_not_its_own(tmp_path: Path, excess: int) -> 
     (found,) = broken(pair)
     words = f"{fields[3][0][0]} to {fields[3][0][1] - 1}"
     assert found == f"b.1.jsonl line {at + 1}: b read positions {words}, which were not leased to it"
+
+
+def test_a_learner_without_leased_data_reads_what_the_rule_gives_it_and_nothing_else(tmp_path: Path) -> None:
+    pair = TapedPair(tmp_path, lease_ahead_steps=4)
+    pair.join("a", "b")
+    pair.steps(9, "a", "b")
+    pair.cut("b")
+    front = max(lease.stop for lease in pair.messages(Lease, "b"))
+    pair.steps(30, "b")
+    pair.connect("b")
+    pair.steps(4, "a", "b")
+    assert result_of(pair)["violations"] == 0
+    path = pair.path_of("b")
+    lines = path.read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith('["step",30,'))
+    fields = json.loads(lines[at])
+    assert fields[3] == [list(earlier_range("b", 1, 30, front, 2))]
+    owned = {each for lease in pair.messages(Lease, "b") for each in range(lease.start, lease.stop)}
+    # Another range that was leased to a.
+    start = next(each for each in range(front) if each != fields[3][0][0] and not {each, each + 1} & owned)
+    fields[3] = [[start, start + 2]]
+    lines[at] = json.dumps(fields)
+    path.write_text("\n".join(lines) + "\n")
+    (found,) = broken(pair)
+    assert found == f"b.1.jsonl line {at + 1}: b read positions {start} to {start + 1}, which were not leased to it"
 
 
 @pytest.mark.parametrize(
