@@ -10,7 +10,6 @@ exclude the same learners again (protocol/watch/exclusion_auditor.py).
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,8 @@ def _check_tape(path: Path, findings: Findings, reported: Mapping[Incarnation, i
             incarnation = (entry.learner_id, entry.incarnation)
             granted = findings.granted.get(incarnation, [])
             own, data = joined(sorted(granted)), DataOfIncarnation(*incarnation)
-            fronts = deque(sorted({*accumulate((stop for _, stop in granted), max)}))
+            # Leases that were lost on their way may end higher than those that arrived later.
+            fronts = deque(sorted({stop for _, stop in granted}))
         elif isinstance(entry, OwnData):
             data = data._replace(guarantee=entry.guarantee)
         elif isinstance(entry, ResumedLoader):

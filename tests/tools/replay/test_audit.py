@@ -218,6 +218,27 @@ def test_a_learner_without_leased_data_reads_what_the_rule_gives_it_and_nothing_
     assert found == f"b.1.jsonl line {at + 1}: b read positions {start} to {start + 1}, which were not leased to it"
 
 
+def test_a_learner_whose_highest_lease_was_lost_reads_positions_below_the_highest_that_arrived(tmp_path: Path) -> None:
+    """Its data goes to others, and the leases of its new book end below the lost one."""
+    pair = TapedPair(tmp_path, lease_ahead_steps=8, release_s=30.0)
+    pair.join("a", "b")
+    pair.steps(3, "a", "b")
+    pair.held = {"b:Lease"}
+    pair.steps(1, "a", "b")
+    pair.held = set()
+    pair.cut("b")
+    pair.wait(60.0)
+    pair.connect("b")
+    pair.cut("b")
+    ends = [lease.stop for lease in pair.messages(Lease, "b")]
+    assert ends[0] < ends[-1] < max(ends), "the newest lease ends between the first and the lost one"
+    pair.steps(20, "b")
+    assert pair.learners["b"].allotment.earlier_steps > 0
+    pair.connect("b")
+    pair.steps(4, "a", "b")
+    assert result_of(pair)["violations"] == 0
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
