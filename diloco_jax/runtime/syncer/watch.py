@@ -192,10 +192,13 @@ class Watch:
     def on_refused(self, learner_id: str, reason: str) -> None:
         """Record why the greeting of an island was refused, whose credentials were accepted where the run requires any.
 
-        A banned name has its reason already. A name that is neither in the config nor of a member is ignored.
+        A banned name has its reason already. A connected member has no part in the greeting of another process with its
+        name. A name that is neither in the config nor of a member is ignored.
         """
         members, names = self.context.machine.membership, self.context.config.islands.names
-        if learner_id not in members.bans and (learner_id in names or learner_id in members.members):
+        if learner_id in members.bans or learner_id in {member.learner_id for member in members.connected()}:
+            return
+        if learner_id in names or learner_id in members.members:
             self._refused[learner_id] = clean(reason, REFUSAL_LENGTH_MAX)
 
     def on_note(self, note: Note) -> None:

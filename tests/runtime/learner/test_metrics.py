@@ -116,10 +116,12 @@ def test_the_process_of_an_island_is_known_on_its_machine(tmp_path: Any, machine
 def test_the_newest_refusal_of_an_island_is_kept_until_it_joins_and_of_no_stranger(tmp_path: Any) -> None:
     watch = _watch(tmp_path)
     members = watch.context.machine.membership
-    members.members, members.bans = {"a": None, "x": None}, {"x"}
+    members.members, members.bans = {"a": None, "c": None, "x": None}, {"x"}
+    # Another process greets with the name of a connected member, which may be lost later for another reason.
+    members.connected = lambda: [SimpleNamespace(learner_id="c")]
     watch.context.config.islands = SimpleNamespace(names=("b",))
     watch.context.clock, watch.exposed, watch._time_left = SimpleNamespace(now_s=lambda: 1.0), MagicMock(), MagicMock()
-    for name in ("a", "b", "x", "stranger"):
+    for name in ("a", "b", "c", "x", "stranger"):
         watch.on_refused(name, "first")
         watch.on_refused(name, "steps\n" + 1000 * "9")
     assert watch._refused == dict.fromkeys("ab", "steps " + (REFUSAL_LENGTH_MAX - 6) * "9")
