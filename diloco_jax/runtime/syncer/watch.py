@@ -142,6 +142,8 @@ class Watch:
         stats = self.context.stats
         if not stats.on_report(report, now_s):
             return
+        # It was another process of this name that was refused.
+        self._refused.pop(report.learner_id, None)
         arrived = self.exposed.on_report(report, now_s)
         member = self.context.machine.membership.members[report.learner_id]
         record = {"kind": "step", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}

@@ -1,12 +1,13 @@
 """The story of a run, counted from its records one after the other, in memory that does not grow with the run."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
 from typing import Any
 
+from diloco_jax.protocol.messages import SYNCER_STOPPED
 from diloco_jax.protocol.watch.sites import LOSS
 from diloco_jax.protocol.watch.stats import participation, step_overhead
 from diloco_jax.runtime.figures.facts import RunFacts
@@ -156,6 +157,8 @@ class Story:
         elif kind in ("left", "disconnected", "silent"):
             self._training -= set(record["members"])
             self._paused = self._paused or not self._training
+            if record["reason"] == SYNCER_STOPPED:
+                self._await(record["members"])
         elif kind == "wire":
             self.wire.append((t, record["up_bytes"], record["down_bytes"]))
             # What is counted after the end of the run is not part of its training.
@@ -190,10 +193,15 @@ class Story:
         """Break the curves of the run, and await new incarnations of all learners."""
         self._training.clear()
         self._finished = False
-        for track in self.tracks.values():
-            track.resumed = True
-        for curve in (self.totals, self.evals):
+        self._await(self.tracks.keys())
+        for curve in (self.totals, self.connected, self.evals):
             curve.cut()
+
+    def _await(self, names: Iterable[str]) -> None:
+        """Count the next incarnations of these learners as no restarts, because the whole run was stopped."""
+        for name in names:
+            if name in self.tracks:
+                self.tracks[name].resumed = True
 
     def _part(self, name: str, t: float, loss: float) -> None:
         """Add the loss on one corpus or source, which is a line with its name."""

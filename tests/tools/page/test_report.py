@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_jax.protocol.messages import SYNCER_STOPPED
 from diloco_jax.tools.page.curve import BREAKS_MAX, Curve, few
 from diloco_jax.tools.page.feed import RunFeed
 from diloco_jax.tools.page.page import write_report
@@ -223,6 +224,22 @@ def test_a_stop_breaks_curves_and_rounds_and_is_a_use_of_its_own(tmp_path: Path)
     ]
     story = told(*failover)
     assert not any(None in point for point in story.curves(100)["totals"]) and story.stretches[10].begin_s == 41.2
+
+
+def test_no_line_of_connected_islands_crosses_a_stop() -> None:
+    wires = [wire(t, 1, 0, 0) | {"connected_islands": 2} for t in (1.0, 2.0, 41.0)]
+    story = told(*wires[:2], resumed(40.0), wires[2])
+    assert story.curves(100)["islands"]["connected"] == [[1.0, 2.0], [2.0, 2.0], [None, None], [41.0, 2.0]]
+
+
+@pytest.mark.parametrize(("reason", "restarts"), [(SYNCER_STOPPED, 0), ("killed", 1)])
+def test_an_island_that_was_stopped_with_its_syncer_does_not_restart(reason: str, restarts: int) -> None:
+    """As in `protocol/member.py`, also if the syncer continues from its tape."""
+    back = resumed(3.0) | {"reason": "process 2 of the syncer: it came back from its tape"}
+    story = told(
+        step("a", 1.0, 1, 10), note("left", 2.0, 1, "a", "b", reason=reason), back, step("a", 4.0, 1, 20, incarnation=2)
+    )
+    assert {name: track.restarts for name, track in story.tracks.items()} == {"a": restarts}
 
 
 def test_a_complete_run_ends_where_it_was_complete() -> None:
