@@ -114,7 +114,9 @@ function chart(place, legend, lines, xForm, {label, xTitle, yTitle, settles = fa
     for (const piece of pieces(line.points)) {
       const points = piece.map(point => [x(point[0]).toFixed(1), y(point[1]).toFixed(1)]);
       inside.append(s('polyline', {class: 'line ' + line.style, points: points.join(' ')}));
-      if (line.dots) for (const [cx, cy] of points) inside.append(s('circle', {class: 'point ' + line.style, cx, cy, r: 4}));
+      // A single point between two breaks has no line.
+      const r = line.dots ? 4 : points.length === 1 ? 1.5 : 0;
+      if (r) for (const [cx, cy] of points) inside.append(s('circle', {class: 'point ' + line.style, cx, cy, r}));
     }
   }
   drawing.append(inside);

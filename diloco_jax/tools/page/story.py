@@ -159,6 +159,7 @@ class Story:
             self._paused = self._paused or not self._training
             if record["reason"] == SYNCER_STOPPED:
                 self._await(record["members"])
+                self._cut()
         elif kind == "wire":
             self.wire.append((t, record["up_bytes"], record["down_bytes"]))
             # What is counted after the end of the run is not part of its training.
@@ -194,6 +195,10 @@ class Story:
         self._training.clear()
         self._finished = False
         self._await(self.tracks.keys())
+        self._cut()
+
+    def _cut(self) -> None:
+        """Break the curves of the run, because nothing is trained until it resumes."""
         for curve in (self.totals, self.connected, self.evals):
             curve.cut()
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_jax.protocol.messages import SYNCER_STOPPED
 from diloco_jax.protocol.watch.stats import goodput_of
 from diloco_jax.protocol.watch.terms import WAITING
 from diloco_jax.runtime.figures.forms import SHARE
@@ -84,6 +85,8 @@ class IslandTimes:
                 island = self._island(name)
                 if kind == "joined":
                     use = BETWEEN if record["reason"] == f"incarnation {island.progress[0]}" else JOINING
+                elif record["reason"] == SYNCER_STOPPED:
+                    use = STOPPED
                 else:
                     use = BETWEEN if kind == "back" else AWAY
                 # A silent island has been away since its last step.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.messages import DRAINED
+from diloco_jax.protocol.messages import DRAINED, SYNCER_STOPPED
 from diloco_jax.protocol.watch.alarms import Alarm, Standing
 from diloco_jax.runtime.records.telemetry import Telemetry
 from diloco_jax.tools.page.board import Board
@@ -169,6 +169,10 @@ TIMES = [
     # Islands that leave a complete run do not lower its goodput.
     ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), {**lost("a", 1.5), "kind": "finished", "members": []},
       lost("a", 1.5), wire(9.0, 1, 0, 0)], {"training": 1.0, "between": 0.5}),
+    # The syncer was stopped, and resumed from its tape.
+    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), note("left", 2.0, 1, "a", reason=SYNCER_STOPPED),
+      joined("a", 8.0, 2), step("a", 10.0, 1, 20, 1.0, incarnation=2)],
+     {"training": 2.0, "between": 1.0, "stopped": 6.0, "joining": 1.0}),
 ]  # fmt: skip
 
 

@@ -226,9 +226,10 @@ def test_a_stop_breaks_curves_and_rounds_and_is_a_use_of_its_own(tmp_path: Path)
     assert not any(None in point for point in story.curves(100)["totals"]) and story.stretches[10].begin_s == 41.2
 
 
-def test_no_line_of_connected_islands_crosses_a_stop() -> None:
+@pytest.mark.parametrize("stop", [resumed(40.0), note("left", 3.0, 1, "a", "b", reason=SYNCER_STOPPED)])
+def test_no_line_of_connected_islands_crosses_a_stop(stop: dict[str, Any]) -> None:
     wires = [wire(t, 1, 0, 0) | {"connected_islands": 2} for t in (1.0, 2.0, 41.0)]
-    story = told(*wires[:2], resumed(40.0), wires[2])
+    story = told(*wires[:2], stop, wires[2])
     assert story.curves(100)["islands"]["connected"] == [[1.0, 2.0], [2.0, 2.0], [None, None], [41.0, 2.0]]
 
 
