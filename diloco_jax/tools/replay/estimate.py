@@ -18,7 +18,10 @@ def expected_time(run_dir: Path, until: int | None = None) -> str:
     for name in (STATUS_FILE, SUMMARY_FILE):
         with suppress(OSError, ValueError):
             found.append(read_object(run_dir / name))
-    facts = RunFacts.of(*found)
+    facts = RunFacts()
+    # Another program may have written the files.
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        facts = RunFacts.of(*found)
     if not facts.wall_s or not facts.global_step:
         return ""
     # The uptime leaves out the time when the run was stopped.

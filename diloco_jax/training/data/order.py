@@ -96,7 +96,8 @@ class SampleOrder:
 
 def size_of_eval_batches(held_out: Samples, batch_size: int) -> int:
     """Return how many samples a batch of an evaluation has: all held-out ones if there are fewer than `batch_size`."""
-    return min(batch_size, len(held_out))
+    # No held-out sample makes no batch.
+    return max(1, min(batch_size, len(held_out)))
 
 
 def eval_batches(source: Source, batch_size: int, max_batches: int, name: str = "") -> Iterator[Sample]:

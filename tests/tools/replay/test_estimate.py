@@ -17,3 +17,5 @@ def test_a_replay_takes_as_long_as_the_run_trained(tmp_path: Path) -> None:
     assert "about 25 s" in expected_time(tmp_path, 150) and "about 1 min 40 s" in expected_time(tmp_path, 9999)
     (tmp_path / "summary.json").write_text("damaged")
     assert "about 1 min 40 s" in expected_time(tmp_path)
+    (tmp_path / "status.json").write_text(json.dumps({"wall_s": 100.0, "global_step": 600, "learners": [{"x": 1}]}))
+    assert expected_time(tmp_path) == ""
