@@ -34,7 +34,7 @@ def main() -> int:
         from diloco_jax.adapters.maxtext.snapshot import export
 
         step = export(options.run, options.folder, options.words)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_INPUT
     sys.stdout.write(

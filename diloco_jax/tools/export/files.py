@@ -12,7 +12,7 @@ import os
 import shutil
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +145,14 @@ def export(
         count, parameters = checkpoint.each_parameter(path)
         writer.write(whole, parameters, count, watch, path)
 
+    # Why each snapshot was refused; a folder that the run needs beside its snapshots may be the reason, too.
+    refusals: dict[Path, ValueError] = {}
     try:
         for _ in range(ATTEMPTS):
-            if (found := checkpoint.newest_readable(run_dir / CHECKPOINTS, write)) is not None:
+            if (found := checkpoint.newest_readable(run_dir / CHECKPOINTS, write, refusals.__setitem__)) is not None:
                 break
         else:
-            raise ValueError(_no_snapshot(config, run_dir))
+            raise ValueError(_no_snapshot(config, run_dir, refusals))
         files = sorted(path.name for path in whole.iterdir())
         os.replace(whole, out)
     except shutil.Error as error:
@@ -161,10 +163,11 @@ def export(
     return {"format": form, "out": str(out), "files": files, "global_step": checkpoint.global_step_of(found[0])}
 
 
-def _no_snapshot(config: RunConfig, run_dir: Path) -> str:
+def _no_snapshot(config: RunConfig, run_dir: Path, refusals: Mapping[Path, ValueError]) -> str:
     every = config.protocol.snapshot_every
-    if checkpoint.complete(run_dir / CHECKPOINTS):
-        return f"{run_dir} has no readable snapshot; give the folder of a run that has one"
+    if refusals:
+        newest = max(refusals, key=checkpoint.global_step_of)
+        return f"{run_dir} has no snapshot that can be exported; {newest.name}, the newest one: {refusals[newest]}"
     first = f"at global step {every} (protocol.snapshot_every), or" if every else "(protocol.snapshot_every is 0)"
     return f"{run_dir} has no snapshot yet: the first one is written {first} at the end of the run; export it then"
 

@@ -111,6 +111,17 @@ def test_the_files_of_an_adapter_and_of_a_merged_model(tmp_path: Path) -> None:
     assert (merged["blocks/v/kernel"] == theirs["blocks/v/kernel"]).all()
 
 
+def test_a_damaged_file_beside_the_weights_is_named_and_the_snapshot_is_not_blamed_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_with_adapters(tmp_path, "qwen3", True, ("q",))
+    (tmp_path / "public" / "tokenizer.json").write_text("{}")
+    assert export(run, tmp_path / "adapter") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "run has no snapshot that can be exported; step_00000007, the newest one: " in said
+    assert "public/tokenizer.json is damaged" in said and not (tmp_path / "adapter").exists()
+
+
 def test_adapters_come_with_what_a_merged_model_has_to_write_replies(tmp_path: Path) -> None:
     """Same tokenizer, template and ends of turns; without config.json, because transformers would expect a model."""
     run = run_with_adapters(tmp_path, "qwen3", True, ("q",))
