@@ -28,6 +28,6 @@ def expected_time(run_dir: Path, until: int | None = None) -> str:
     trained_s = facts.wall_s * (1.0 if facts.uptime is None else facts.uptime)
     share = 1.0 if until is None else min(1.0, until / facts.global_step)
     return (
-        f"one process repeats the steps of all islands: about {format_duration(share * trained_s)}, as long as the run "
-        "trained, on an equal and otherwise idle machine; longer if each island had a separate machine"
+        f"one process compiles, and then repeats the steps of all islands: about {format_duration(share * trained_s)}, "
+        "as long as the run trained, on an equal and otherwise idle machine; longer if each island had a separate one"
     )
