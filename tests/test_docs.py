@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from diloco_jax.protocol.releases import RELEASE
+
 ROOT = Path(__file__).resolve().parent.parent
 # A link of Markdown, or of HTML within it.
 LINK = re.compile(r"(?:\]\(|(?:src|srcset|href)=\")([^()\s\"]+)[)\"]")
@@ -49,6 +51,17 @@ def test_the_map_names_what_is_there() -> None:
     folders = {line.split("/")[0].strip() for line in tree.splitlines() if "/ " in line}
     rooms = {path.parent.name for path in (ROOT / "diloco_jax").rglob("__init__.py")} - {"diloco_jax", "proto"}
     assert folders == rooms
+
+
+def test_pages_name_the_present_version() -> None:
+    named = {
+        (page.name, version)
+        for page in pages()
+        if page.parent.name != "decisions" and page.name not in ("log.md", "findings.md")
+        for version in re.findall(r"diloco_jax-(\d[\d.]*)-py3|^Version ([\d.]+),", page.read_text("utf-8"), re.M)
+    }
+    assert {name for name, _ in named} >= {"README.md", "install.md"}
+    assert {"".join(version) for _, version in named} == {RELEASE}
 
 
 def listed_in(page: Path) -> list[str]:

@@ -6,13 +6,14 @@ B`), else of machine A. What needs a cloud, a root or another system stands in `
 
 import contextlib
 import doctest
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MACHINE = re.compile(r"# machine (\w)\b")
-PAGES = ("start.md", "two-machines.md", "operations.md", "planning.md", "cookbook.md", "lora.md")
+PAGES = ("start.md", "two-machines.md", "operations.md", "planning.md", "cookbook.md", "lora.md", "fine-tune.md")
 # A run of newcomers in less time, on cores that others use too: two islands, few steps, evaluations of two batches.
 SMALL = (
     "--islands.count 2 --train.steps 60 --train.eval_every 30 --train.eval_batches 2 --train.final_eval_batches 2 "
@@ -69,7 +70,7 @@ CHANGES = {
         " python ": f" {sys.executable} ",
         "train: {steps: 200}": "train: {steps: 40}",
     },
-    "lora.md": {"END\npython ": f"END\n{sys.executable} "},
+    **{page: {"END\npython ": f"END\n{sys.executable} "} for page in ("lora.md", "fine-tune.md")},
     "operations.md": {
         **FAR,
         "rsync -a ": "cp -a ",
@@ -167,9 +168,14 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
-def follow(page: str, folder: Path, within: Mapping[str, list[str]] | None = None) -> list[str]:
-    """Run all blocks of a page, and return their output."""
-    said, ports = blocks(page, HOST if within else ""), {port: str(free_port()) for port in ("50051", "50052")}
+def follow(
+    page: str, folder: Path, within: Mapping[str, list[str]] | None = None, before: Iterable[tuple[str, str]] = ()
+) -> list[str]:
+    """Run blocks of other pages, then all blocks of a page, and return their output."""
+    said, ports = (
+        [*before, *blocks(page, HOST if within else "")],
+        {port: str(free_port()) for port in ("50051", "50052")},
+    )
     machines = Machines(folder, {machine for machine, _ in said}, within or {})
     try:
         return [
@@ -247,7 +253,7 @@ def test_every_fault_names_a_test_that_is_there() -> None:
 def test_a_newcomer_gets_through_the_first_page(folder: Path) -> None:
     told = follow("start.md", folder)
     assert "diloco-jax" in told[0] and "complete: evaluation loss" in told[1]
-    assert "every sample has one fate" in told[2]
+    assert "every lease of a sample has one fate" in told[2]
     assert "is running" in told[4]
     assert "complete: evaluation loss" in told[5] and "protocol.sync_every" in told[6]
     assert (folder / "A" / "runs" / "first" / "report.html").exists()
@@ -291,6 +297,18 @@ def test_adapters_are_rehearsed_with_a_tiny_model(folder: Path) -> None:
     assert "complete: evaluation loss" in told[1]
     public, adapted, merged = (float(each) for each in re.findall(r"^\w[\w ]+ {2,}(\d\.\d{3})$", told[2], re.M))
     assert adapted == pytest.approx(merged, abs=2e-3) and adapted < public
+    assert "reply:" in told[3]
+
+
+@pytest.mark.slow
+@pytest.mark.net
+@pytest.mark.extra("parity")
+def test_conversations_are_rehearsed_with_a_tiny_model(folder: Path) -> None:
+    told = follow("fine-tune.md", folder, before=blocks("lora.md")[:1])
+    assert "complete: evaluation loss" in told[1] and "moon moon, as you wish." in told[1].rpartition("report ")[2]
+    ends = json.loads((folder / "A" / "talker" / "generation_config.json").read_text())["eos_token_id"]
+    # The token of documents, and the one that ends turns.
+    assert ends == [0, 2]
 
 
 @pytest.mark.long

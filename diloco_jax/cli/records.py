@@ -290,6 +290,11 @@ def replay(arguments: argparse.Namespace) -> int:
     code = _replay_as_island(config, arguments)
     if code is not None:
         return code
+    from diloco_jax.tools.replay.estimate import expected_time
+
+    if not arguments.config and (text := expected_time(Path(arguments.run), arguments.until)):
+        print(text, file=sys.stderr, flush=True)
+    # The import takes seconds.
     from diloco_jax.tools.replay.replay import describe, replay_run, replay_synthetic
 
     watch = partial(watched, what="events of the tape, repeated")

@@ -111,7 +111,8 @@ def _run_folder(arguments: argparse.Namespace, config: RunConfig) -> Iterator[tu
     began = config_of_run(run_dir) if target.exists() and has_begun(run_dir) else None
     if began is not None:
         config = as_begun(config, began)
-        check_same_run(began, config, run_dir, rewinds=rewinds)
+        program = "syncer" if arguments.name == "syncer" else "train"
+        check_same_run(began, config, run_dir, rewinds=rewinds, program=program)
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (arguments.run_dir or resume):
         _tell_number(arguments.name, Path(config.runs_dir) / config.name, run_dir)

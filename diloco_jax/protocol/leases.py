@@ -17,8 +17,11 @@ Rules of this file
   * If a learner's data went to others while it was lost, its numbers continue from the next multiple of BOOK. What it
     had not read by then is void, and it recognises an old lease that still arrives.
   * Released ranges are leased again before new ones.
+  * A learner that has used up its leases reads positions that were leased before, to anybody. These steps count for no
+    lease (`earlier_range`).
 """
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -34,6 +37,8 @@ COMMON = ""
 BOOK = 1 << 32
 # Largest position and sample number of a lease: a message carries numbers up to 2^62.
 ORDER_MAX = 1 << 61
+# The golden ratio minus 1, as a share of 2^64: its multiples modulo 1 are spread evenly.
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Batch(NamedTuple):
@@ -59,23 +64,48 @@ def cut(ranges: Iterable[Range], first: int, stop: int) -> list[Range]:
     return found
 
 
+def earlier_range(learner_id: str, incarnation: int, local_step: int, front: int, size: int) -> Range:
+    """Return the positions that a learner reads in a step if its leases are used up.
+
+        start = floor(frac(u + local_step * phi) (front - size + 1)),    phi = golden ratio - 1
+
+    u in [0, 1) is a hash of the incarnation. The steps of an incarnation are spread evenly over all positions that were
+    leased before, so that no few samples are learned by heart; two incarnations read in different orders.
+
+    Args:
+        front: the end of the highest range that was leased to the learner.
+        size: samples of the step.
+    """
+    name = hashlib.blake2b(f"{learner_id} {incarnation}".encode(), digest_size=8).digest()
+    turn = (int.from_bytes(name, "big") + local_step * GOLDEN) % (1 << 64)
+    start = turn * max(1, front - size + 1) >> 64
+    return start, start + size
+
+
 class Allotment:
     """The learner's side of leases: those that arrived, and how much of them is read.
 
     Args:
+        learner_id: name of the learner.
+        incarnation: its incarnation.
         step_samples: leased samples of a step, 0 for a learner that reads its own data.
-        keep_steps: steps whose positions are remembered, to be read again when no new lease arrives.
+
+    Attributes:
+        earlier_steps: steps in a row, up to the newest, that had no leased data.
     """
 
-    def __init__(self, step_samples: int, keep_steps: int) -> None:
+    def __init__(self, learner_id: str, incarnation: int, step_samples: int) -> None:
+        self._name = (learner_id, incarnation)
         self.step_samples = step_samples
-        self._keep = keep_steps * step_samples
         # Positions of the samples _first, _first + 1, ..., granted - 1.
         self._ranges: list[Range] = []
         self._first = 0
         self.granted = 0
         self._taken = 0
-        self._repeats = 0
+        self._steps = 0
+        # The end of the highest range so far.
+        self._front = 0
+        self.earlier_steps = 0
 
     def resize(self, step_samples: int) -> None:
         """Set the samples of the steps that are not taken yet, for an island that lost a slice or got one back."""
@@ -83,58 +113,52 @@ class Allotment:
 
     @property
     def ready(self) -> bool:
-        """True once there is data for a step."""
-        return self.granted - self._first >= self.step_samples
+        """True while there is leased data for a step."""
+        return self._taken + self.step_samples <= self.granted
 
     def add(self, lease: Lease) -> None:
         """Take the new part of a lease; the syncer repeats a lease that would leave a gap."""
         if lease.first_sample > self.granted and lease.first_sample % BOOK == 0:
-            self._begin_book(lease.first_sample)
+            # Other learners have the samples that are not read yet.
+            self._ranges = []
+            self._first = self._taken = self.granted = lease.first_sample
         skipped = self.granted - lease.first_sample
         if 0 <= skipped < lease.stop - lease.start:
             self._ranges.append((lease.start + skipped, lease.stop))
             self.granted += lease.stop - lease.start - skipped
-
-    def _begin_book(self, first_sample: int) -> None:
-        """Give up the samples that are not read yet, because other learners have them; the rest may be read again."""
-        self._ranges = cut(self._ranges, 0, self._taken - self._first)
-        self._first += first_sample - self._taken
-        self._taken = self.granted = first_sample
+            self._front = max(self._front, lease.stop)
 
     def take(self) -> Batch:
-        """Return the data of the next step; while leases are used up, of an earlier step, so that no step waits."""
-        if self._taken + self.step_samples <= self.granted:
-            start = self._taken
-            self._taken += self.step_samples
-            self._repeats = 0
-            self._forget()
-        else:
-            assert self.ready, "a batch was taken before the first lease arrived"
-            # Samples that are left for the next step are not read before it, unless too few were read.
-            read, size = self._taken - self._first, self.step_samples
-            batches = (read if read >= size else self.granted - self._first) // size
-            start = self._first + self._repeats % batches * size
-            self._repeats += 1
-        return Batch(self._positions(start, self.step_samples), self._taken)
+        """Return the data of the next step; while leases are used up, earlier positions, so that no step waits."""
+        assert self.ready or self._steps, "a batch was taken before the first lease arrived"
+        self._steps += 1
+        if not self.ready:
+            # Samples that are left for the next step are not read before it.
+            self.earlier_steps += 1
+            return Batch((earlier_range(*self._name, self._steps, self._front, self.step_samples),), self._taken)
+        self.earlier_steps = 0
+        ranges = self._positions(self.step_samples)
+        self._taken += self.step_samples
+        self._forget()
+        return Batch(ranges, self._taken)
 
     def upcoming(self, steps: int) -> tuple[Range, ...]:
-        """Return the positions that the next steps will read: whole steps, and at most so many.
+        """Return the leased positions that the next steps will read: whole steps, and at most so many.
 
         If the learner has to give up a lease before it takes the data, other learners read it.
         """
         known = min(steps, (self.granted - self._taken) // max(1, self.step_samples))
-        return self._positions(self._taken, known * self.step_samples)
+        return self._positions(known * self.step_samples)
 
-    def _positions(self, start: int, count: int) -> tuple[Range, ...]:
-        return tuple(cut(self._ranges, start - self._first, start - self._first + count))
+    def _positions(self, count: int) -> tuple[Range, ...]:
+        start = self._taken - self._first
+        return tuple(cut(self._ranges, start, start + count))
 
     def _forget(self) -> None:
-        while self._ranges:
-            size = self._ranges[0][1] - self._ranges[0][0]
-            if self._first + size > self._taken - self._keep:
-                return
-            del self._ranges[0]
-            self._first += size
+        """Forget the ranges that are read."""
+        while self._ranges and self._first + self._ranges[0][1] - self._ranges[0][0] <= self._taken:
+            start, stop = self._ranges.pop(0)
+            self._first += stop - start
 
 
 class Fates(NamedTuple):

@@ -8,7 +8,7 @@ from math import nan
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol.claims import AskedReport, Reported
-from diloco_jax.protocol.messages import NO_VERSION, Adopted, Arrived, Hello, StepReport
+from diloco_jax.protocol.messages import NO_VERSION, SYNCER_STOPPED, Adopted, Arrived, Hello, StepReport
 from diloco_jax.protocol.pacing import ProtocolConfig, ema
 
 # Records and JSON keep the older word for a learner without a connection.
@@ -154,8 +154,12 @@ class Member:
     credit: Credit = field(default_factory=Credit)
 
     def restarted(self, incarnation: int, now_s: float) -> Member:
-        """Return the member for a newer incarnation; the counters of the old one are added to the totals."""
-        totals = (self.total_steps, self.total_tokens, self.restarts + 1, self.rounds)
+        """Return the member for a newer incarnation; the counters of the old one are added to the totals.
+
+        A learner that starts with a resume of the run did not fail, so it counts as no restart.
+        """
+        restarts = self.restarts + (self.goodbye != SYNCER_STOPPED)
+        totals = (self.total_steps, self.total_tokens, restarts, self.rounds)
         return Member(self.learner_id, incarnation, now_s, now_s, JOINING, *totals)
 
     def record(self, report: StepReport, tokens: int, config: ProtocolConfig, now_s: float) -> None:

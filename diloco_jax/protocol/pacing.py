@@ -76,9 +76,9 @@ class ProtocolConfig:
     learners_max: int = 64
     """Most learners that the syncer accepts at a time. Raise it for more islands; a higher limit costs nothing."""
     lease_ahead_steps: int = 64
-    """Steps of data that a learner gets in advance. Without a syncer it trains on these, and then on them again. Raise
-    it if the syncer may be away for longer than these steps take. A lost learner gives this data back, and it is read
-    again."""
+    """Steps of data that a learner gets in advance. If it has used them up without a syncer, it reads samples that were
+    leased earlier, in another order; these steps count for no lease. Raise it if the leases reach an island later than
+    half of these steps take. A lost learner gives this data back, and it is read again."""
     release_s: float = 60.0
     """Seconds until the unfinished data of a lost learner goes to others. A new incarnation frees it at once. Raise it
     if islands return later than this, because their data is otherwise read twice."""

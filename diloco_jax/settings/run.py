@@ -131,7 +131,8 @@ class TrainConfig:
     """Batches of the evaluation at the end and of `diloco eval`. Raise it if you compare results, because few batches
     give a noisy loss."""
     eval_batch_size: int = 16
-    """Sequences per batch of an evaluation. Lower it if an evaluation needs too much memory."""
+    """Sequences per batch of an evaluation. If fewer are held out, all of them are one batch. Lower it if an evaluation
+    needs too much memory."""
     settle_batches: int = 300
     """Only for models with state beside their parameters, such as batch statistics, which islands do not exchange. So
     many training batches pass through the global model before an evaluation, without an update, so that this state fits

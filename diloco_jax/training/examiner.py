@@ -18,7 +18,7 @@ import jax
 
 from diloco_jax.training.blueprint import Blueprint
 from diloco_jax.training.data.corpus import Source
-from diloco_jax.training.data.order import SampleOrder, eval_batches
+from diloco_jax.training.data.order import SampleOrder, eval_batches, size_of_eval_batches
 from diloco_jax.training.data.sample import Sample, batch_shapes, described
 from diloco_jax.training.state import Batch, Params, Variables
 
@@ -52,7 +52,8 @@ class Examiner:
         """Compile the program; any thread may call this."""
         with self._compiling:
             if self._compiled is None:
-                shapes = batch_shapes(self.source.train[0], self.batch_size)
+                size = size_of_eval_batches(self.source.held_out, self.batch_size)
+                shapes = batch_shapes(self.source.train[0], size)
                 self._compiled = described(shapes), self.blueprint.lower_loss(shapes).compile()
 
     def _loss(self, params: Params, other: Variables, batch: Batch) -> Any:

@@ -95,6 +95,10 @@ class Traffic(NamedTuple):
     received_bytes: int
     sent_bytes: int
 
+    def plus(self, received_bytes: int, sent_bytes: int) -> "Traffic":
+        """Return this traffic and some more."""
+        return Traffic(self.received_bytes + received_bytes, self.sent_bytes + sent_bytes)
+
 
 class Version(Protocol):
     """A version of a fragment on its way to learners."""

@@ -49,6 +49,7 @@ SMALLEST = [
     Bench("memory", "--parameters 1e6 --fragments 4 --learners 2 --step-s 0.05 --json"),
     Bench("methods", "M=1 H=4,tau=2,adopt=rebase --steps 8 --dim 32 --layers 1 --held-out 64 --json", results=2),
     Bench("merge", "--mbytes 16 --threads 2 --runs 1 --no-mend --json"),
+    Bench("outage", "--begins 48 --outages 240 --after 24 --seeds 1", results=4),
     Bench("overhead", f"{ISLAND} --devices 1 --nice 0 --json"),
     Bench("pytorch", f"{ISLAND} --nice 0 --json"),
     Bench("sampling", "--dim 64 --layers 1 --vocabulary 64 --prompt 4 --tokens 6 --pairs 1 --json", results=4),

@@ -36,7 +36,6 @@ FOUND_BY_DOCTOR = (
     Wrong({"data": {"path": "/no/data"}}, "data.path '/no/data'", "does not exist", "give a file, a folder"),
     Wrong({"data": {"path": ".", "patterns": ["*.no"]}}, "data.path '.'", "no file that matches", "correct data.patt"),
     Wrong({"data": {"path": "short.txt"}}, "short.txt' has 401 tokens", "windows of 32", "give more text"),
-    Wrong({"data": {"path": "some.txt"}}, "6 held-out windows", "no batch of 16", "lower train.eval_batch_size"),
     Wrong(
         {"data": {"format": "text", "path": "some.txt", "tokenizer": "damaged"}},
         "damaged/tokenizer.json",

@@ -29,9 +29,9 @@ def check_refused(result: subprocess.CompletedProcess[str], *words: str) -> None
 
 
 def test_a_syncer_by_itself_finds_too_little_text_before_it_listens(tmp_path: Path) -> None:
-    (tmp_path / "some.txt").write_text("x" * 10000)
+    (tmp_path / "some.txt").write_text("x" * 100)
     config = config_file.load(write_config(tmp_path, data={"path": str(tmp_path / "some.txt")}))
-    with pytest.raises(ValueError, match="held-out windows make no batch of 16"):
+    with pytest.raises(ValueError, match="0 held-out windows of 32; give more text"):
         Evaluator(config)
 
 

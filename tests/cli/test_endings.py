@@ -106,10 +106,15 @@ def test_a_batch_that_cannot_fit_is_warned_of(monkeypatch: pytest.MonkeyPatch) -
             "syncer",
             True,
             "to train longer: diloco syncer RUN/config.yaml --run-dir RUN --rewind --train.steps 600"
-            "; give each island the same limits",
+            "; then start each island again, with --train.steps 600 after its command",
         ),
         ("train", False, "to continue: diloco train RUN/config.yaml --run-dir RUN --resume"),
-        ("syncer", False, "to continue: diloco syncer RUN/config.yaml --run-dir RUN"),
+        (
+            "syncer",
+            False,
+            "to continue: diloco syncer RUN/config.yaml --run-dir RUN"
+            "; then start each island again, because they ended with the syncer",
+        ),
     ],
 )
 def test_the_command_that_comes_next(
@@ -143,7 +148,10 @@ def test_a_syncer_without_a_supervisor_prints_the_same_lines(
     assert last[0].startswith("complete: evaluation loss 2.5000 after 31 global steps and 126,976 tokens in 10 s")
     assert last[0].endswith("; 1.40 of 2 islands per round")
     assert last[1].startswith("alarm: each of the last 20 rounds") and "protocol.quorum" in last[1]
-    assert last[2].startswith("to train longer: ") and " --rewind --train.steps 600; give each" in last[2]
+    assert (
+        last[2].startswith("to train longer: ")
+        and " --rewind --train.steps 600; then start each island again" in last[2]
+    )
     monkeypatch.setenv(PARENT_ENV, "1")
     caplog.clear()
     assert runs._sync(CONFIG, tmp_path, rewind=False) == 0 and "complete" not in caplog.text

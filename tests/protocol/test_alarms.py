@@ -120,6 +120,27 @@ def test_a_quorum_that_is_away_is_not_blamed_on_the_syncer() -> None:
     assert [alarm for alarm in alarms_of(syncer, stats, 201.0) if not alarm.who] == []
 
 
+def test_steps_without_a_syncer_are_not_blamed_on_the_rounds_after_its_return() -> None:
+    syncer, stats = two_islands(quorum=1)
+    for name in ("a", "b"):
+        syncer.on_disconnect(name, 1, "the syncer restarted", 3.0)
+    for name in ("a", "b"):
+        syncer.on_message(hello(name), 60.0)
+    away = 10 * STEPS_MIN
+    for step in (away, away + 1):
+        for name in ("a", "b"):
+            told = report(name, step)._replace(step_s=1.0)
+            stats.on_report(told, 61.0)
+            syncer.on_message(told, 61.0)
+    assert not stats.outruns
+    for step in range(away + 2, away + 2 + 2 * STEPS_MIN):
+        for name in ("a", "b"):
+            told = report(name, step)._replace(step_s=1.0)
+            stats.on_report(told, 62.0)
+            syncer.on_message(told, 62.0)
+    assert stats.outrun.startswith("islands outran rounds"), "rounds that stay away from then on are an alarm"
+
+
 def test_islands_beyond_those_that_the_run_needs_may_be_away() -> None:
     syncer, stats = two_islands(quorum=1)
     stats.least = 1

@@ -6,7 +6,7 @@ import pytest
 
 from diloco_jax.protocol.member import ACTIVE, DISCONNECTED, JOINING, SILENT
 from diloco_jax.protocol.membership import BASE_WEIGHTS, OPEN, Membership
-from diloco_jax.protocol.messages import Hello
+from diloco_jax.protocol.messages import DRAINED, SYNCER_STOPPED, Hello
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.machine import Syncer
 from diloco_jax.protocol.syncer.tape import TapedSyncer, replay
@@ -145,6 +145,13 @@ def test_a_newer_incarnation_starts_again_and_keeps_the_totals() -> None:
     assert (member.total_steps, member.total_tokens, member.rounds) == (7, 70, 2)
     assert members.live == 0
     assert members.get("a", 1) is None, "the old incarnation is not known any more"
+
+
+@pytest.mark.parametrize(("goodbye", "restarts"), [("", 1), (DRAINED, 1), (SYNCER_STOPPED, 0)])
+def test_a_start_by_a_resume_of_the_run_is_not_a_restart(goodbye: str, restarts: int) -> None:
+    members = membership()
+    members.join(hello(), 0.0).goodbye = goodbye
+    assert members.join(hello(incarnation=2), 5.0).restarts == restarts
 
 
 def test_the_same_incarnation_that_dials_again_keeps_its_counters() -> None:

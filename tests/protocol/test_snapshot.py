@@ -382,6 +382,8 @@ def test_a_rewind_begins_an_epoch_that_knows_nobody() -> None:
     for epoch, kind in [(1, Refuse), (3, Refuse), (4, Welcome), (0, Welcome)]:
         answer = sent(again.on_message(hello("a", versions=(0, 1, 0, 0), epoch=epoch), 51.0))[0]
         assert isinstance(answer, kind), epoch
+    again.on_message(hello("b", incarnation=2, versions=(0, 1, 0, 0), epoch=4), 52.0)
+    assert again.membership.members["b"].restarts == 0, "it starts by the resume"
 
 
 def test_an_epoch_cannot_be_numbered_like_an_earlier_one() -> None:

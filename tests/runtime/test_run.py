@@ -60,7 +60,10 @@ def test_summary_has_every_key_and_adds_up(finished: Path) -> None:
     assert summary.keys() >= SUMMARY_KEYS
     assert summary["learners"].keys() == {"island-0", "island-1"}
     assert all(row.keys() >= LEARNER_KEYS for row in summary["learners"].values())
-    assert summary["wire"].keys() >= {"up_bytes", "down_bytes", "data_parallel_bytes"}
+    wire = summary["wire"]
+    assert wire["data_parallel_bytes"] > 0 and wire["by_island"].keys() == summary["learners"].keys()
+    for way in ("up_bytes", "down_bytes"):
+        assert wire[way] == sum(moved[way] for moved in wire["by_island"].values())
     assert summary["global_steps"] == 80 and summary["complete"] and not summary["unmerged_fragments"]
     assert summary["tokens"] == sum(row["tokens"] for row in summary["learners"].values())
     assert summary["tokens"] == 4 * 32 * sum(row["local_steps"] for row in summary["learners"].values())

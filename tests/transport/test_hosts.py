@@ -56,6 +56,10 @@ def test_values_of_all_hosts_are_one_and_answers_go_to_the_leader(ends: Ends, li
     assert delivery.message == value(1, len(whole)) and delivery.payload == whole
     assert listener.send("a", Advance(3)) and hear_message(leader) == Advance(3)
     assert all(each.receive(0) is None for each in others)
+    # The bytes of all hosts are those of the island.
+    assert comes_true(lambda: listener.traffic_of_learners()[0].received_bytes > len(whole))
+    total, each = listener.traffic_of_learners()
+    assert each == {"a": total}
 
 
 def test_host_may_come_before_its_leader(ends: Ends, listener: GrpcListener) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol import messages as m
+from diloco_jax.transport import wire
 from diloco_jax.transport.endpoints.grpc_link import GrpcListener
 from diloco_jax.transport.link import LinkClosed, Rejected, TransportConfig, TransportError, split_address
 from tests.limits import HANGS_S
@@ -241,17 +242,26 @@ def test_closed_listener_takes_nobody(ends: Ends, listener: GrpcListener) -> Non
 
 
 def test_traffic_counts_what_moved(ends: Ends, listener: GrpcListener) -> None:
-    link = ends.meet()
-    before = listener.traffic
+    link, other = ends.meet(), ends.meet("b")
+    (_, before), size = listener.traffic_of_learners(), len(wire.pack_body(m.Advance(1)))
     assert listener.send("a", m.GlobalFragment(1, 0, 1, 1, 99, 1000), b"x" * 1000)
     hear(link)
     link.send(value(1, 500), b"y" * 500)
     hear(listener)
-    # Payloads are counted after they were sent, and after they were delivered.
-    assert comes_true(lambda: listener.traffic.sent_bytes - before.sent_bytes >= 1000)
-    assert comes_true(lambda: listener.traffic.received_bytes - before.received_bytes >= 500)
-    received, sent = (now - then for now, then in zip(listener.traffic, before, strict=True))
+    assert listener.send("b", m.Advance(1)) and hear_message(other) == m.Advance(1)
+
+    def moved(name: str) -> tuple[int, int]:
+        now, then = listener.traffic_of_learners()[1][name], before[name]
+        return now.received_bytes - then.received_bytes, now.sent_bytes - then.sent_bytes
+
+    # Payloads are counted after they were delivered.
+    assert comes_true(lambda: moved("a")[0] >= 500)
+    received, sent = moved("a")
     assert 1000 <= sent < 1200 and 500 <= received < 700
+    received, sent = moved("b")
+    assert received == 0 and size < sent < size + 100
+    total, each = listener.traffic_of_learners()
+    assert total == tuple(map(sum, zip(*each.values(), strict=True)))
 
 
 def test_wake_ends_a_wait(listener: GrpcListener) -> None:

@@ -27,12 +27,14 @@ def main() -> int:
     )
     options = parser.parse_args()
     try:
+        if options.folder.exists() and (not options.folder.is_dir() or any(options.folder.iterdir())):
+            raise ValueError(f"{options.folder} exists and is not an empty folder; name another one, or remove it")
         given = read_arguments(options.words, configs_folder())
         # The import takes half a minute.
         from diloco_jax.adapters.maxtext.snapshot import export
 
         step = export(options.run, options.folder, options.words)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_INPUT
     sys.stdout.write(

@@ -175,7 +175,7 @@ class Learner:
         self.contact = Contact(effects, learner_id, incarnation, fingerprint, config, evaluates, judges, corpus)
         self.examination = Examination(effects, learner_id, incarnation, self.anchors)
         self.start = Start(effects, learner_id, incarnation, config, saved)
-        self.allotment = Allotment(step_samples, config.lease_ahead_steps)
+        self.allotment = Allotment(learner_id, incarnation, step_samples)
         self.donor = Donor(effects, learner_id, incarnation, gives=config.recover_from_peers)
         self.stager = Stager(effects, learner_id, incarnation, config, turns, self.anchors, adopt_mode, payload_bytes)
         self.wait = FragmentWait(config, turns)

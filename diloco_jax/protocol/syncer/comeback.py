@@ -30,7 +30,7 @@ from diloco_jax.protocol.effects import Drop, Effects, Restore, Send
 from diloco_jax.protocol.leases import LeaseBooks
 from diloco_jax.protocol.member import DISCONNECTED, Member
 from diloco_jax.protocol.membership import Membership
-from diloco_jax.protocol.messages import NO_VERSION, STOPPED_OUTSIDE, AnchorRequest, AnchorValue
+from diloco_jax.protocol.messages import NO_VERSION, STOPPED_OUTSIDE, SYNCER_STOPPED, AnchorRequest, AnchorValue
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.syncer.book import RoundBook
 from diloco_jax.protocol.syncer.progress import Downstream, Progress
@@ -259,9 +259,10 @@ class Comeback:
         assert epoch > progress.epoch, f"epoch {epoch} after {progress.epoch}"
         progress.epoch = progress.rewound = epoch
         self.effects.append(progress.note("restarted", -1, (), f"epoch {epoch}, from the snapshot"))
-        for member in self.membership.connected():
-            # The member was connected when the snapshot was taken; the run was stopped since.
-            member.goodbye = STOPPED_OUTSIDE
+        for member in self.membership.members.values():
+            # The member trained when the snapshot was taken, or had just left; the run was stopped since.
+            if member.state != DISCONNECTED or member.goodbye == STOPPED_OUTSIDE:
+                member.goodbye = SYNCER_STOPPED
         self._begin(None, now_s)
 
     def _begin(self, restoring: Restoring | None, now_s: float) -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.protocol.bounds import objection
-from diloco_jax.protocol.member import Member
+from diloco_jax.protocol.member import ACTIVE, Member
 from diloco_jax.protocol.messages import FragmentValue, StepReport
 from diloco_jax.protocol.watch.drift import DriftWatch
 from diloco_jax.protocol.watch.health import conditions
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from diloco_jax.protocol.syncer.machine import Syncer
 
 BFLOAT16_BYTES = 2
+# Share of the moving average of an island's speed that remains after one more step.
+KEPT_PER_STEP = 0.9
 # Fragments that a warning names.
 NAMED_MAX = 8
 
@@ -126,11 +128,11 @@ class RunStats:
             return True
         stats = self._learners.setdefault(report.learner_id, LearnerStats())
         busy_s = report.step_s
-        known = stats.last_step if report.incarnation == stats.incarnation else 0
         # Rounds that wait for an island on purpose say nothing about the syncer.
         enough = self._syncer.membership.live >= self._syncer.config.quorum
-        if enough and not self._syncer.rounds.awaits_starters:
-            made = report.local_step - known
+        # The first report after a greeting has the steps that the island made without a syncer.
+        if member.state == ACTIVE and enough and not self._syncer.rounds.awaits_starters:
+            made = report.local_step - member.local_step
             self._outrun.on_steps(report.learner_id, made, self._syncer.global_step, report.step_s)
         self.losses.on_report(report)
         if report.incarnation != stats.incarnation:
@@ -148,7 +150,7 @@ class RunStats:
         stats.last_step = report.local_step
         stats.step_tokens = report.tokens // max(1, report.local_step)
         sample = stats.step_tokens / max(report.step_s, 1e-9)
-        stats.rate = sample if stats.rate is None else 0.9 * stats.rate + 0.1 * sample
+        stats.rate = sample if stats.rate is None else KEPT_PER_STEP * stats.rate + (1 - KEPT_PER_STEP) * sample
         self._covered_s += max(0.0, now_s - max(began_s, self._covered_until_s))
         self._covered_until_s = max(self._covered_until_s, now_s)
         return True
@@ -217,8 +219,8 @@ class RunStats:
 
     @property
     def contributors_per_round(self) -> float:
-        """Return the mean number of learners in a merge."""
-        return self._syncer.progress.merged_parts / max(1, self._syncer.merged_rounds)
+        """Return the mean number of learners in a merge, with the digits that status and summary have."""
+        return round(self._syncer.progress.merged_parts / max(1, self._syncer.merged_rounds), 4)
 
     def _members(self) -> list[Member]:
         return [member for _, member in sorted(self._syncer.membership.members.items())]
@@ -268,7 +270,7 @@ class RunStats:
         per_step = 2 * (2 * (islands - 1) / islands) * self.num_parameters * BFLOAT16_BYTES
         return round(per_step * sum(member.total_steps for member in self._members()))
 
-    def summary(self, wire: Mapping[str, int], now_s: float) -> dict[str, Any]:
+    def summary(self, wire: Mapping[str, Any], now_s: float) -> dict[str, Any]:
         """Return the measured part of summary.json, without the evaluation; docs/architecture.md lists its keys."""
         began_s = self._began_s if self._began_s is not None else now_s
         until_s = self._covered_until_s if self._syncer.finished else now_s
@@ -295,7 +297,7 @@ class RunStats:
             "goodput": round(goodput_of(busy_s - waited_s, max(1, len(self._names)) * window_s), 4),
             WAITING: round(waited_s / max(busy_s, 1e-9), 4),
             "uptime": round(min(1.0, self._covered_s / window_s), 4),
-            "contributors_per_round": round(self.contributors_per_round, 4),
+            "contributors_per_round": self.contributors_per_round,
             "unmerged_fragments": self.unmerged_fragments,
             "steps_per_round": round(most / max(1, self._syncer.global_step), 4),
             "samples": self._syncer.leases.fates._asdict(),

@@ -24,6 +24,9 @@ class IslandFacts:
         broadcast_s: time that a new version takes to the island.
         drift_norm_ratio: length of its contributions over the median of their rounds, moving average (core/drift.py).
         drift_cosine: cosine of its contributions with the others' mean direction, moving average.
+        up_bytes: bytes from the island, over all its hosts; a status and a summary have it in `wire.by_island`.
+        down_bytes: bytes to the island.
+        up_bytes_per_s: bytes from the island per second, lately.
         metrics: the newest values that the island measured itself, by name (docs/metrics.md).
     """
 
@@ -46,6 +49,10 @@ class IslandFacts:
     restarts: int | None = None
     drift_norm_ratio: float | None = None
     drift_cosine: float | None = None
+    up_bytes: int | None = None
+    down_bytes: int | None = None
+    up_bytes_per_s: float | None = None
+    down_bytes_per_s: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -101,15 +108,20 @@ class RunFacts:
         """Return the facts of a status, a summary or both; a known fact of a later source replaces an earlier one."""
         known: dict[str, Any] = {}
         for source in sources:
-            found = {"global_step": source.get("global_steps"), **source, **source.get("wire", {})}
+            wire = source.get("wire", {})
+            found = {"global_step": source.get("global_steps"), **source, **wire}
             if learners := source.get("learners"):
-                found["islands"] = _islands(learners)
+                found["islands"] = _islands(learners, wire.get("by_island", {}))
             known |= {each.name: found[each.name] for each in fields(cls) if found.get(each.name) is not None}
         return cls(**known)
 
 
-def _islands(learners: Any) -> tuple[IslandFacts, ...]:
-    """Return the islands of a status, which lists them, or of a summary, which has them by name."""
+def _islands(learners: Any, moved: Mapping[str, Mapping[str, int]]) -> tuple[IslandFacts, ...]:
+    """Return the islands of a status, which lists them, or of a summary, which has them by name.
+
+    Args:
+        moved: bytes from and to each island, by name.
+    """
     if isinstance(learners, Mapping):
         learners = [{"learner": name, **row} for name, row in learners.items()]
-    return tuple(IslandFacts.of(row) for row in learners)
+    return tuple(IslandFacts.of({**row, **moved.get(row["learner"], {})}) for row in learners)

@@ -1,4 +1,4 @@
-"""The forms of numbers for people: counts, sizes, durations and shares."""
+"""The forms of numbers for people: counts, sizes, durations and shares; figures have no other form anywhere."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,8 +24,11 @@ def format_bytes(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration with its two largest units: 9 s, 2 min 05 s, 3 h 07 min, 2 d 04 h."""
-    whole = round(max(0.0, seconds))
+    """Return a duration with its two largest units: 9 s, 2 min 05 s, 3 h 07 min, 2 d 04 h.
+
+    Half a second is rounded up, as in `time` of tools/page/elements.js.
+    """
+    whole = int(max(0.0, seconds) + 0.5)
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
@@ -39,11 +42,9 @@ class Form(NamedTuple):
     """A form of a number.
 
     Attributes:
-        name: key of the same form in `FORMS` of tools/page/elements.js.
         write: function that writes a known number as text.
     """
 
-    name: str
     write: Callable[[float], str]
 
     def text(self, value: float | None) -> str:
@@ -51,16 +52,16 @@ class Form(NamedTuple):
         return NO_VALUE if value is None else self.write(value)
 
 
-PLAIN = Form("plain", "{:,}".format)
-COUNT = Form("count", format_count)
-BYTES = Form("bytes", format_bytes)
-DURATION = Form("duration", format_duration)
-SECONDS = Form("duration", "{:.3g} s".format)
-PERCENT = Form("share", "{:.0%}".format)
-SHARE = Form("share", "{:.1%}".format)
-MEAN = Form("mean", "{:.2f}".format)
-LOSS = Form("loss", "{:.4f}".format)
-STEP_LOSS = Form("step loss", "{:.3f}".format)
-DIGITS = Form("digits", "{:.3g}".format)
+PLAIN = Form("{:,}".format)
+COUNT = Form(format_count)
+BYTES = Form(format_bytes)
+DURATION = Form(format_duration)
+SECONDS = Form("{:.3g} s".format)
+PERCENT = Form("{:.0%}".format)
+SHARE = Form("{:.1%}".format)
+MEAN = Form("{:.2f}".format)
+LOSS = Form("{:.4f}".format)
+STEP_LOSS = Form("{:.3f}".format)
+DIGITS = Form("{:.3g}".format)
 # The number of a round; 0 if there was none.
-ROUND = Form("round", lambda number: f"{number:,}" if number else NO_VALUE)
+ROUND = Form(lambda number: f"{number:,}" if number else NO_VALUE)

@@ -67,6 +67,9 @@ FIRST_EPOCH = 1
 
 log = logging.getLogger(__name__)
 
+# Steps in a row without leased data that are worth a line; a late lease costs a few.
+EARLIER_STEPS = 16
+
 
 def is_final(reason: str) -> bool:
     """Return whether another start of the learner would be refused for the same reason."""
@@ -338,9 +341,22 @@ class Joined:
         def take(machine: Learner) -> Batch:
             if samples:
                 machine.allotment.resize(samples)
-            return machine.take_batch()
+            before = machine.allotment.earlier_steps
+            batch = machine.take_batch()
+            self._say_data(before, machine.allotment.earlier_steps)
+            return batch
 
         return self._decisions.ask(take)
+
+    def _say_data(self, before: int, now: int) -> None:
+        """Log once that steps have no leased data for a while, and once that they have it again."""
+        if now == EARLIER_STEPS:
+            log.info(
+                f"{self.machine.learner_id}: the leased data is used up; until the syncer leases more, steps read "
+                "earlier samples of the run in another order, and count for no lease"
+            )
+        elif before >= EARLIER_STEPS and not now:
+            log.info(f"{self.machine.learner_id}: new data is leased, after {before:,} steps on earlier samples")
 
     def _tokens_of(self, batch: Batch) -> int:
         """Return the tokens of a step; a loop that reads its own data has equal steps."""

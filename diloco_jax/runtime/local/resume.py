@@ -46,10 +46,14 @@ MAY_CHANGE_IN = {
 LIMITS = ("train.steps", "train.tokens")
 
 
-def check_same_run(began: RunConfig, config: RunConfig, run_dir: Path, *, rewinds: bool = False) -> None:
+def check_same_run(
+    began: RunConfig, config: RunConfig, run_dir: Path, *, rewinds: bool = False, program: str = "train"
+) -> None:
     """Check that a run which started with one config may resume with another; ValueError names a setting that differs.
 
-    A run that returns to a snapshot (`rewinds`) may get higher limits.
+    Args:
+        rewinds: whether the run returns to a snapshot, so that it may get higher limits.
+        program: the command of `diloco` that resumes the run, `train` or `syncer`.
     """
     ours, theirs = dict(flat(asdict(began))), dict(flat(asdict(config)))
     found = []
@@ -63,7 +67,8 @@ def check_same_run(began: RunConfig, config: RunConfig, run_dir: Path, *, rewind
     if found:
         more = f", and {len(found) - 1} more settings differ" if len(found) > 1 else ""
         raise ValueError(
-            f"{found[0]}{more}; continue with the run's own settings ({resume_command(run_dir)}), or start a new run"
+            f"{found[0]}{more}; continue with the run's own settings ({resume_command(run_dir, program)}), or "
+            "start a new run"
         )
 
 

@@ -69,11 +69,15 @@ def reach(syncer: str | None, options: Mapping[str, Any]) -> tuple[Surroundings,
     own = replace(options.get("transport") or here.transport, address=here.syncer)
     show_lines()
     log.info(f"{here.name}: connecting to the syncer at {own.address}")
+    folder, more = here.run_dir, ""
+    if folder is not None and is_over(folder):
+        # Its syncer may start again, to train longer.
+        more = f"; the run in {folder} is complete, so without a syncer this process ends after that time"
     try:
-        await_listener(own, here.given_by, log.warning)
+        await_listener(own, here.given_by, lambda line: log.warning(line + more))
     except TransportError:
-        if here.run_dir is not None and is_over(here.run_dir):
-            raise RunComplete(here.name, here.run_dir) from None
+        if folder is not None and is_over(folder):
+            raise RunComplete(here.name, folder) from None
         raise
     return here, own
 

@@ -80,9 +80,19 @@ def _short(path: Path) -> str:
     return str(path)
 
 
-def resume_command(run_dir: Path) -> str:
-    """Return the shell command that resumes a run on this machine."""
-    return command("train", run_dir / CONFIG_FILE, "--run-dir", run_dir, "--resume")
+def resume_command(run_dir: Path, program: str = "train") -> str:
+    """Return the shell command that resumes a run that was stopped.
+
+    Args:
+        program: the command of `diloco` that runs the syncer, `train` or `syncer`.
+    """
+    return command(program, run_dir / CONFIG_FILE, "--run-dir", run_dir, *["--resume"] * (program == "train"))
+
+
+def longer_options(limits: Limits) -> list[str]:
+    """Return the options that double the limits of a run: of its syncer, and of an island with its own config."""
+    more = ["--train.tokens", str(2 * limits.tokens)] if limits.tokens else []
+    return more + (["--train.steps", str(2 * limits.steps)] if limits.steps else [])
 
 
 def longer_command(run_dir: Path, limits: Limits, program: str = "train") -> str:
@@ -91,10 +101,8 @@ def longer_command(run_dir: Path, limits: Limits, program: str = "train") -> str
     Args:
         program: the command of `diloco` that runs the syncer, `train` or `syncer`.
     """
-    more = ["--train.tokens", 2 * limits.tokens] if limits.tokens else []
-    more += ["--train.steps", 2 * limits.steps] if limits.steps else []
     resumes = "--resume" if program == "train" else "--rewind"
-    return command(program, run_dir / CONFIG_FILE, "--run-dir", run_dir, resumes, *more)
+    return command(program, run_dir / CONFIG_FILE, "--run-dir", run_dir, resumes, *longer_options(limits))
 
 
 def nothing_to_do(name: str, run_dir: Path) -> str:

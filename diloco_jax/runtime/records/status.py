@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from diloco_jax.protocol.texts import clean_all
@@ -35,6 +36,8 @@ EVALUATING, COMPLETE = MERGED_ALL = ("evaluating", "complete")
 # Number of islands that "waiting for" names because they wait for data.
 STARVED_MAX = 4
 
+# The figures of an island without a link.
+NO_RATES: Mapping[str, float | None] = {"up_bytes_per_s": None, "down_bytes_per_s": None}
 # The condition of an island that a resumed run awaits.
 RETURNS = {"condition": "joining", "reason": "starts; not connected yet since the run was resumed"}
 
@@ -51,6 +54,8 @@ def compose_status(
     processes: Mapping[str, int | None],
     left_s: float | None,
     awaited: Collection[str] = (),
+    refused: Mapping[str, str] = MappingProxyType({}),
+    rates: Mapping[str, Mapping[str, float | None]] = MappingProxyType({}),
     **facts: Any,
 ) -> dict[str, Any]:
     """Return what a run with a syncer does now, for `diloco status` and all views.
@@ -62,6 +67,8 @@ def compose_status(
         processes: process numbers of the islands on the syncer's machine.
         left_s: seconds until the last global step; None while unknown.
         awaited: islands of a resumed run that start and have not connected since.
+        refused: islands -> why their newest greeting was refused.
+        rates: bytes per second on the links of connected islands (runtime/syncer/island_traffic.py).
         facts: values that the status holds as they are: `alarms` that stand, `episodes`, `wire`, and the results of the
             newest evaluation.
     """
@@ -71,9 +78,11 @@ def compose_status(
     elif stopped:
         state = "stopped"
     waiting_for = syncer.waiting_for(now_s)
+    connected = {member.learner_id for member in syncer.membership.connected()}
+    refusals = {name: why for name, why in refused.items() if name not in connected}
     if state == "running" and awaited and not syncer.membership.live:
-        state, connected = "starting", len(syncer.membership.connected())
-        waiting_for = f"islands, which are starting: {connected} of {connected + len(awaited)} connected"
+        state = "starting"
+        waiting_for = f"islands, which are starting: {len(connected)} of {len(connected) + len(awaited)} connected"
     return status_of(
         run=run,
         state=state,
@@ -84,14 +93,17 @@ def compose_status(
         waiting_for=blocked or ("nothing: the run was stopped" if state == "stopped" else waiting_for),
         wall_s=now_s,
         tokens=stats.tokens,
-        contributors_per_round=round(stats.contributors_per_round, 3),
+        contributors_per_round=stats.contributors_per_round,
         samples=syncer.leases.fates._asdict(),
         bans=[{"learner": name, "reason": why} for name, why in syncer.membership.bans],
+        refused=[{"learner": name, "reason": why} for name, why in refusals.items()],
         corpora=corpora_of(syncer, facts.get("eval_scores", {})),
         learners=[
             row
             | (RETURNS if row["learner"] in awaited else {})
+            | ({"reason": f"refused: {refusals[row['learner']]}"} if row["learner"] in refusals else {})
             | {"metrics": metrics.get(row["learner"], {})}
+            | {**rates.get(row["learner"], NO_RATES)}
             | {"process": None if row["state"] == "gone" else processes.get(row["learner"])}
             for row in stats.status(now_s)
         ],
@@ -130,7 +142,7 @@ def status_of(
         {
             "state": state,
             "left_s": None if left_s is None or state != "running" else round(left_s, 1),
-            "wall_s": round(wall_s, 1),
+            "wall_s": round(wall_s, 3),
             "waiting_for": waiting_for + starved(learners),
             "learners": list(learners),
             "said": signature(),

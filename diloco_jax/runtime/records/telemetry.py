@@ -37,12 +37,19 @@ from diloco_jax.runtime.records.thinning import BYTES_MAX, ThinnedFile
 if TYPE_CHECKING:
     from diloco_jax.runtime.trackers.outlets import Outlets
 
+# The end of the reason in the record of a start of the syncer, if the run continues from a snapshot.
+WENT_BACK = "the run went back to a snapshot"
 # So many lines wait while the disk accepts them, then they are written together.
 FLUSH_EVERY = 500
 # So many lines wait while the disk cannot be written; above that the oldest are lost.
 WAITING_MAX = 100_000
 
 log = logging.getLogger(__name__)
+
+
+def went_back(record: Mapping[str, Any]) -> bool:
+    """Return whether a record starts a syncer that put the run back to a snapshot: the run had stopped before."""
+    return record["kind"] == "life" and str(record.get("reason", "")).endswith(WENT_BACK)
 
 
 def finite(value: Any) -> Any:

@@ -293,14 +293,17 @@ class SyncerDriver:
                     self.merges.discard(global_step)
                 case effects.Restore(fragment_id, version):
                     self._model.restore(fragment_id, version, payload)
-                case effects.SaveSnapshot():
-                    self.snapshots.save()
+                case effects.SaveSnapshot(global_step):
+                    # The last step of a run has one snapshot: the final one, with the values of its last rounds.
+                    if global_step != self._machine.progress.total_steps:
+                        self.snapshots.save()
                 case effects.Evaluated(score):
                     self.watch.on_score(score, self._now_s())
                 case effects.Note():
                     self.watch.on_note(effect)
                 case effects.Drop(peer, reason) if effects.Send(peer, messages.Refuse(reason)) in requests:
                     REFUSALS.tell(peer, reason)
+                    self.watch.on_refused(peer, reason)
                 case effects.Drop(peer, reason, global_step):
                     if global_step >= 0:
                         self.merges.drop(global_step, peer)
@@ -386,7 +389,7 @@ class SyncerRun:
         self._free_port = model.close_desk if isinstance(model, OfferedModel) else lambda: None
         self._arrived_s = model.arrived_s if isinstance(model, OfferedModel) else None
         own = isinstance(model, OfferedModel)
-        self._pulse.phase("loading the model that the first island sent" if own else "drawing the initial model")
+        self._pulse.phase("loading the initial model" if own else "drawing the initial model")
         self._model = make_model(resolved, self._initial(), arithmetic)
         # Only islands download remote data, or have separate corpora.
         corpus = model.corpus if config.shares_corpus and not config.data.remote else ""

@@ -20,6 +20,7 @@ from diloco_jax.protocol.messages import (
     Score,
     StepReport,
 )
+from diloco_jax.protocol.texts import clean
 from diloco_jax.protocol.watch.alarms import Alarm, AlarmBook, alarms_of, starving
 from diloco_jax.protocol.watch.sites import RisingLosses
 from diloco_jax.protocol.watch.terms import WAITING
@@ -31,23 +32,27 @@ from diloco_jax.runtime.records.files import STATUS_FILE
 from diloco_jax.runtime.records.liveness import BEGIN_S, machine_number, read_restart
 from diloco_jax.runtime.records.pulse import Pulse
 from diloco_jax.runtime.records.status import compose_status, upcoming
-from diloco_jax.runtime.records.telemetry import Telemetry, replace_text, strict_json
+from diloco_jax.runtime.records.telemetry import WENT_BACK, Telemetry, replace_text, strict_json
 from diloco_jax.runtime.syncer.band import Band, Point
 from diloco_jax.runtime.syncer.begin import FAILOVER, FRESH, REWIND
 from diloco_jax.runtime.syncer.context import SyncerContext
 from diloco_jax.runtime.syncer.exposition import Exposition
+from diloco_jax.runtime.syncer.island_traffic import IslandTraffic
 from diloco_jax.runtime.syncer.machine_alarms import MachineAlarms
 from diloco_jax.runtime.syncer.subtraction import Subtraction
 from diloco_jax.runtime.trackers.outlets import Outlets
 from diloco_jax.transport.endpoints.probe import versions
+from diloco_jax.transport.link import Traffic
 from diloco_jax.transport.session.listener import Listener
 from diloco_jax.transport.store.counts import calls
 
+# Longer reasons of refusals are cut to this many characters.
+REFUSAL_LENGTH_MAX = 300
 # Metrics of islands that are summed for all islands together; the others are averaged.
 SUMMED = ("tokens_per_s", "model_flops_per_s")
 
 EVAL_ALARMS_MAX = 8
-STARTS = {FRESH: "the run starts", FAILOVER: "it came back from its tape", REWIND: "the run went back to a snapshot"}
+STARTS = {FRESH: "the run starts", FAILOVER: "it came back from its tape", REWIND: WENT_BACK}
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +89,7 @@ class Watch:
     def __post_init__(self) -> None:
         self._told_s: float | None = None
         # Results of the newest evaluation.
-        self.eval_loss, self.eval_scores = self.earlier.eval_loss, dict[str, float | None]()
+        self.eval_loss, self.eval_scores = self.earlier.eval_loss, dict(self.earlier.eval_scores)
         self._rising = RisingLosses()
         # Global step of the evaluated model.
         self._eval_step = self.earlier.eval_step
@@ -98,6 +103,7 @@ class Watch:
         self._listens_s = 0.0
         # Returns the rows of the connected subscribers.
         self.subscribers: Callable[[], list[dict[str, Any]]] = list
+        self._traffic = IslandTraffic(self.earlier.by_island)
         # Newest metrics of each island.
         self._metrics: dict[str, Mapping[str, float]] = {}
         # Process number of each island that runs on this machine.
@@ -106,6 +112,8 @@ class Watch:
         self._came: dict[int, dict[str, float]] = {}
         # Islands of a resumed run that have not connected since, and until when they may start.
         self._awaited, self._awaited_until_s = frozenset[str](), 0.0
+        # Islands that the config names or that were members -> why their newest greeting was refused.
+        self._refused: dict[str, str] = {}
         self._news = False
         self._time_left = TimeLeft(self.context.machine.global_step)
         self._telemetry = Telemetry(self.context.run_dir, Outlets(self.context.config, self.context.run_dir))
@@ -134,6 +142,8 @@ class Watch:
         stats = self.context.stats
         if not stats.on_report(report, now_s):
             return
+        # It was another process of this name that was refused.
+        self._refused.pop(report.learner_id, None)
         arrived = self.exposed.on_report(report, now_s)
         member = self.context.machine.membership.members[report.learner_id]
         record = {"kind": "step", "t": now_s, "learner": report.learner_id, "incarnation": report.incarnation}
@@ -181,6 +191,18 @@ class Watch:
         record |= {"local_step": report.local_step, "global_step": machine.global_step, "values": values}
         self._telemetry.write(record)
 
+    def on_refused(self, learner_id: str, reason: str) -> None:
+        """Record why the greeting of an island was refused, whose credentials were accepted where the run requires any.
+
+        A banned name has its reason already. A connected member has no part in the greeting of another process with its
+        name. A name that is neither in the config nor of a member is ignored.
+        """
+        members, names = self.context.machine.membership, self.context.config.islands.names
+        if learner_id in members.bans or learner_id in {member.learner_id for member in members.connected()}:
+            return
+        if learner_id in names or learner_id in members.members:
+            self._refused[learner_id] = clean(reason, REFUSAL_LENGTH_MAX)
+
     def on_note(self, note: Note) -> None:
         """Count and record a note of the machine about a round or a learner."""
         now_s = self.context.clock.now_s()
@@ -191,6 +213,9 @@ class Watch:
             # Its next process tells its own number.
             for name in note.members:
                 self._processes.pop(name, None)
+        if note.kind in ("joined", "banned"):
+            for name in note.members:
+                self._refused.pop(name, None)
         self.exposed.on_note(note)
         self._time_left.step(now_s, self.context.machine.global_step)
         if note.kind == "abandoned":
@@ -257,7 +282,8 @@ class Watch:
         told, member = alarm.as_dict(), self.context.machine.membership.members.get(alarm.who)
         if alarm.kind == "gone" and member is not None:
             restart = read_restart(self.context.run_dir, alarm.who, now_s - member.since_s)
-            told["remedy"] = restart or told["remedy"]
+            refused = f"refused: {self._refused[alarm.who]}" if alarm.who in self._refused else ""
+            told["remedy"] = refused or restart or told["remedy"]
         return told
 
     def alarms(self) -> list[dict[str, Any]]:
@@ -268,11 +294,17 @@ class Watch:
                 each["text"] = str(max(outruns, key=lambda episode: episode.steps))
         return found
 
-    def wire(self) -> dict[str, int]:
-        """Return the bytes from and to islands over all processes of the syncer."""
-        received, sent = self._listener.traffic if self._listener is not None else (0, 0)
+    def wire(self) -> dict[str, Any]:
+        """Return the bytes from and to islands, together and of each, over all processes of the syncer."""
+        (received, sent), of_learners = self._moved()
         before = self.earlier.wire
-        return {"up_bytes": before["up_bytes"] + received, "down_bytes": before["down_bytes"] + sent}
+        totals = {"up_bytes": before["up_bytes"] + received, "down_bytes": before["down_bytes"] + sent}
+        # The bytes of subscribers, and of learners that the run refused, are only in the totals.
+        return {**totals, "by_island": self._traffic.totals(of_learners, self.context.machine.membership.members)}
+
+    def _moved(self) -> tuple[Traffic, Mapping[str, Traffic]]:
+        """Return the bytes from and to all peers of this process of the syncer, and those of each learner."""
+        return self._listener.traffic_of_learners() if self._listener is not None else (Traffic(0, 0), {})
 
     def requests(self) -> dict[str, int]:
         """Return the requests to a bucket, and their bytes, over all processes of the syncer; {} without a bucket."""
@@ -284,6 +316,11 @@ class Watch:
         """Return the requests to a bucket per second since this process listens."""
         made = self._listener.requests if self._listener is not None else {}
         return round(calls(made) / max(1.0, now_s - self._listens_s), 3)
+
+    def _rates(self, now_s: float) -> dict[str, dict[str, float | None]]:
+        """Return the bytes per second on the links of connected islands."""
+        steps = {member.learner_id: member.step_s for member in self.context.machine.membership.connected()}
+        return self._traffic.rates(self._moved()[1], steps, now_s)
 
     def _upcoming(self) -> dict[str, int]:
         """Return the global steps of the next evaluation and the next snapshot."""
@@ -299,7 +336,9 @@ class Watch:
         self._told_s = now_s
         if self._awaited:
             gone = {name for name, each in context.machine.membership.members.items() if each.state == "gone"}
-            self._awaited = self._awaited & gone if now_s < self._awaited_until_s else frozenset()
+            self._awaited = (
+                self._awaited & gone - self._refused.keys() if now_s < self._awaited_until_s else frozenset()
+            )
         status = compose_status(
             context.config.name,
             context.machine,
@@ -318,6 +357,8 @@ class Watch:
             metrics=self._metrics,
             processes=self._processes,
             awaited=self._awaited,
+            refused=self._refused,
+            rates=self._rates(now_s),
             left_s=self._time_left.left_s(now_s, context.machine.progress.expected_steps),
             num_parameters=context.stats.num_parameters,
             subscribers=self.subscribers(),

@@ -25,8 +25,8 @@ class LeasesAccount(Checker):
         self._lines = 1
         # Sample -> position minus sample, of all leases so far.
         self._granted: dict[Incarnation, RangeMap[int | None]] = {}
-        # Positions that were read.
-        self._read: dict[Incarnation, RangeMap[bool]] = {}
+        # End of the highest range so far.
+        self._fronts: dict[Incarnation, int] = {}
         # Number of samples that were used.
         self._ends: dict[Incarnation, int] = {}
 
@@ -42,6 +42,7 @@ class LeasesAccount(Checker):
                 first, start, stop = effect.message
                 granted = self._granted.setdefault((line[2], line[3]), RangeMap(None))
                 granted.paint(first, first + stop - start, start - first)
+                self._fronts[line[2], line[3]] = max(self._fronts.get((line[2], line[3]), 0), stop)
         if self._lines % COMPARED_EVERY == 0:
             self._compare()
         self._tell()
@@ -73,12 +74,11 @@ class LeasesAccount(Checker):
         size, end = process.step.samples, self._ends.get(incarnation, 0)
         whole = process.node.step_samples
         self.check(size == whole or process.node.shrinks, f"{incarnation[0]} reads {ranges} in a step of {whole}")
-        read = self._read.setdefault(incarnation, RangeMap(False))
-        # The range was leased again, or a new book has started and nothing of it is read yet.
+        # Its leases are used up, or a new book has started and nothing of it is read yet.
         if stop == end or (stop > end and stop % BOOK == 0):
-            known = all(seen for first, last in ranges for _, _, seen in read.over(first, last))
-            # The first steps may have been smaller, without some slices.
-            self.check(known or end < whole, f"{incarnation[0]} reads {ranges} again after sample {end}")
+            front = self._fronts.get(incarnation, 0)
+            earlier = all(first >= 0 and last <= front for first, last in ranges)
+            self.check(earlier, f"{incarnation[0]} reads {ranges} after sample {end}, beyond every lease up to {front}")
         else:
             start = stop - size
             self.check(
@@ -91,5 +91,3 @@ class LeasesAccount(Checker):
                 joined(ranges) == leased, f"{incarnation[0]} reads {ranges} from sample {end} on, leased is {leased}"
             )
         self._ends[incarnation] = stop
-        for first, last in ranges:
-            read.paint(first, last, True)

@@ -1,6 +1,7 @@
 """Import of public weights into a config, and export of a run's model to the formats of other libraries:
 
-hf       config.json, safetensors and tokenizer of a public family, for `transformers`; of adapters a folder for `peft`
+hf       config.json, safetensors, tokenizer and generation settings of a public family, for `transformers`; of adapters
+         the same without config.json, for `peft`
 orbax    a checkpoint {path: array} for `orbax.checkpoint.v1.load`
 npz      parameters.npz for numpy.load
 """
@@ -11,7 +12,7 @@ import os
 import shutil
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,12 +145,14 @@ def export(
         count, parameters = checkpoint.each_parameter(path)
         writer.write(whole, parameters, count, watch, path)
 
+    # Why each snapshot was refused; a folder that the run needs beside its snapshots may be the reason, too.
+    refusals: dict[Path, ValueError] = {}
     try:
         for _ in range(ATTEMPTS):
-            if (found := checkpoint.newest_readable(run_dir / CHECKPOINTS, write)) is not None:
+            if (found := checkpoint.newest_readable(run_dir / CHECKPOINTS, write, refusals.__setitem__)) is not None:
                 break
         else:
-            raise ValueError(_no_snapshot(config, run_dir))
+            raise ValueError(_no_snapshot(config, run_dir, refusals))
         files = sorted(path.name for path in whole.iterdir())
         os.replace(whole, out)
     except shutil.Error as error:
@@ -160,10 +163,11 @@ def export(
     return {"format": form, "out": str(out), "files": files, "global_step": checkpoint.global_step_of(found[0])}
 
 
-def _no_snapshot(config: RunConfig, run_dir: Path) -> str:
+def _no_snapshot(config: RunConfig, run_dir: Path, refusals: Mapping[Path, ValueError]) -> str:
     every = config.protocol.snapshot_every
-    if checkpoint.complete(run_dir / CHECKPOINTS):
-        return f"{run_dir} has no readable snapshot; give the folder of a run that has one"
+    if refusals:
+        newest = max(refusals, key=checkpoint.global_step_of)
+        return f"{run_dir} has no snapshot that can be exported; {newest.name}, the newest one: {refusals[newest]}"
     first = f"at global step {every} (protocol.snapshot_every), or" if every else "(protocol.snapshot_every is 0)"
     return f"{run_dir} has no snapshot yet: the first one is written {first} at the end of the run; export it then"
 
@@ -209,6 +213,8 @@ class ModelWriter:
             count, parameters = len(tensors(config.model)), merged(config.model, adapters)
         if form == "hf" and config.model.lora.rank and not self._whole_model:
             write_adapters(folder, config.model, watch(parameters, count), self._dtype, self._described["model_type"])
+            # With config.json, transformers would take the folder for a whole model.
+            _write_companions(folder, config)
         elif form == "hf":
             _write_hf(folder, config, watch(parameters, count), self._described | {"dtype": self._dtype})
         elif form == "npz":
@@ -230,13 +236,17 @@ def _family(config: RunConfig) -> str:
 
 def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, described: dict[str, Any]) -> None:
     write_weights(folder, config.model, parameters, described["dtype"], described["model_type"])
+    described |= _write_companions(folder, config)
+    (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_companions(folder: Path, config: RunConfig) -> dict[str, Any]:
+    """Write tokenizer, chat template and generation settings; return the special tokens for config.json."""
     tokenizer = _tokenizer(config)
     sources = folders_of(config.model, config.data, tokenizer)
     end = {"eos_token_id": tokenizer.end} if tokenizer and tokenizer.end is not None else {}
     ends = turn_end(config.data, tokenizer)
-    described |= with_ends(token_ids(config.model, sources, tokenizer), ends)
-    for name, content in ((CONFIG_FILE, described), (GENERATION_FILE, end)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / GENERATION_FILE).write_text(json.dumps(end, indent=2) + "\n", encoding="utf-8")
     for name in (*OF_TOKENIZER, *OF_USE):
         for source in sources:
             # Tokenizer files in a folder without tokenizer.json may belong to another tokenizer.
@@ -252,6 +262,7 @@ def _write_hf(folder: Path, config: RunConfig, parameters: Parameters, described
     said = read_json(folder / GENERATION_FILE)
     if (wanted := with_ends(said, ends)) != said:
         (folder / GENERATION_FILE).write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+    return with_ends(token_ids(config.model, sources, tokenizer), ends)
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer | None:

@@ -10,34 +10,59 @@ function rangeOf(points, settles) {
   if (settles) high = Math.min(high, top + Math.max(top - Math.min(...late), 0.02 * Math.abs(top)));
   return low === high ? [low - Math.abs(low) / 2, high + (Math.abs(high) / 2 || 1)] : [low, high];
 }
-// The mean of all lines and its surroundings: each point has the values within a fortieth of the axis.
+// The parts of a line between its breaks, which are points without a value.
+function pieces(points) {
+  const found = [];
+  let open = null;
+  for (const point of points) {
+    if (!known(point[1])) open = null;
+    else if (open) open.push(point);
+    else found.push(open = [point]);
+  }
+  return found;
+}
+// The point of a line nearest to a time; null where the line is broken.
+const pointAt = (points, t) => (pieces(points).find(piece => piece[0][0] <= t && t <= piece[piece.length - 1][0]) || [])
+  .reduce((best, point) => !best || Math.abs(point[0] - t) < Math.abs(best[0] - t) ? point : best, null);
+// The mean of all lines and its surroundings: each point has the values within a fortieth of the axis. It is broken
+// where all lines are.
 function smoothed(lines) {
   const points = lines.flatMap(line => line.points).filter(point => known(point[1])).sort((a, b) => a[0] - b[0]);
   if (!points.length) return [];
   const [first, last] = [points[0][0], points[points.length - 1][0]], near = (last - first) / 40, found = [];
+  const spans = lines.flatMap(line => pieces(line.points)).map(piece => [piece[0][0], piece[piece.length - 1][0]]);
   let from = 0, to = 0, sum = 0;
   for (let n = 0; n <= 160; n++) {
-    const at = first + (last - first) * n / 160;
+    const at = n < 160 ? first + (last - first) * n / 160 : last;
     for (; to < points.length && points[to][0] <= at + near; to++) sum += points[to][1];
     for (; points[from][0] < at - near; from++) sum -= points[from][1];
-    if (to > from) found.push([at, sum / (to - from)]);
+    if (!spans.some(span => span[0] <= at && at <= span[1])) found.push([at, null]);
+    else if (to > from) found.push([at, sum / (to - from)]);
   }
   return found;
 }
-// How fast a column of totals grows, over the growth of another one, in about 60 intervals.
+// How fast a column of totals grows, over the growth of another one, in about 60 intervals, and in none over a break.
 function growth(points, top, over = 0) {
-  const found = [], end = points[points.length - 1], apart = end ? (end[0] - points[0][0]) / 60 : 0;
-  let before = points[0], previous = before, due = apart + (before ? before[0] : 0);
+  const parts = pieces(points), last = parts.length ? parts[parts.length - 1] : [];
+  const apart = last.length ? (last[last.length - 1][0] - parts[0][0][0]) / 60 : 0;
+  return parts.flatMap((part, index) => [...(index ? [[null, null]] : []), ...growthOf(part, apart, top, over)]);
+}
+function growthOf(points, apart, top, over) {
+  const intervals = [];
+  let before = points[0], previous = before, due = apart + before[0];
   for (const point of points.slice(1)) {
     // Without a syncer nobody counts. What islands did meanwhile arrives a little after the gap.
     if (point[0] - previous[0] > apart) due = point[0] + apart;
     previous = point;
-    if (point[0] < due && point !== end || point[over] <= before[over]) continue;
-    found.push([(before[0] + point[0]) / 2, Math.max(0, point[top] - before[top]) / (point[over] - before[over])]);
+    if (point[0] < due || point[over] <= before[over]) continue;
+    intervals.push([before, point]);
     before = point;
     due = point[0] + apart;
   }
-  return found;
+  // The rest may be too short for a rate of its own.
+  if (intervals.length) intervals[intervals.length - 1][1] = previous;
+  else if (previous[0] - before[0] >= apart && previous[over] > before[over]) intervals.push([before, previous]);
+  return intervals.map(([from, to]) => [(from[0] + to[0]) / 2, Math.max(0, to[top] - from[top]) / (to[over] - from[over])]);
 }
 function chart(place, legend, lines, xForm, {label, xTitle, yTitle, settles = false, marks = [], low: floor, yForm = null}) {
   const key = line => legend.id + ' ' + line.name, listed = lines;
@@ -56,8 +81,9 @@ function chart(place, legend, lines, xForm, {label, xTitle, yTitle, settles = fa
   const [first, last] = [Math.min(...xs), Math.max(...xs)], step = nice10((high - low || 1) / 5);
   [low, high] = [Math.floor(low / step) * step, Math.ceil(high / step) * step];
   const x = t => left + (t - first) / (last - first || 1) * (width - left - 8), y = value => bottom - (value - low) / (high - low || 1) * (bottom - top);
+  const newest = line => pieces(line.points).flat().pop();
   const drawing = s('svg', {width, height, viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': label + ': ' + lines.map(line =>
-    `${line.name} ${line.points.length ? line.points[line.points.length - 1][1].toPrecision(4) : 'none'}`).join(', ')});
+    `${line.name} ${newest(line) ? newest(line)[1].toPrecision(4) : 'none'}`).join(', ')});
   for (let value = low; value <= high + step / 2; value += step) {
     drawing.append(s('path', {class: 'grid', d: `M${left} ${y(value)}H${width}`}), s('text', {x: left - 6, y: y(value) + 4, 'text-anchor': 'end'}, yForm ? yForm(value) : Math.abs(value) >= 1e4 ? short(value) : +value.toPrecision(4)));
   }
@@ -85,9 +111,13 @@ function chart(place, legend, lines, xForm, {label, xTitle, yTitle, settles = fa
   }
   if (marks.length && moment !== null && moment >= first && moment <= last) inside.append(s('path', {class: 'cross', d: `M${x(moment).toFixed(1)} ${top}V${bottom}`}));
   for (const line of lines) {
-    const points = line.points.filter(point => known(point[1])).map(point => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`);
-    inside.append(s('polyline', {class: 'line ' + line.style, points: points.join(' ')}));
-    if (line.dots) for (const point of points) inside.append(s('circle', {class: 'point ' + line.style, cx: point.split(',')[0], cy: point.split(',')[1], r: 4}));
+    for (const piece of pieces(line.points)) {
+      const points = piece.map(point => [x(point[0]).toFixed(1), y(point[1]).toFixed(1)]);
+      inside.append(s('polyline', {class: 'line ' + line.style, points: points.join(' ')}));
+      // A single point between two breaks has no line.
+      const r = line.dots ? 4 : points.length === 1 ? 1.5 : 0;
+      if (r) for (const [cx, cy] of points) inside.append(s('circle', {class: 'point ' + line.style, cx, cy, r}));
+    }
   }
   drawing.append(inside);
   fill(place, drawing);
@@ -119,8 +149,8 @@ function drawPace(run) {
   const about = {xTitle: SINCE, low: 0, marks: marksOf(run)};
   $('pace').hidden = totals.length < 2;
   if ($('pace').hidden) return;
-  chart($('trained'), $('trained-legend'), [one('goodput', growth(trained, 1, 2).map(([t, part]) => [t, Math.min(1, part)]), 'k2')], tick,
-    {...about, label: 'Goodput', yTitle: 'share of island-seconds', yForm: value => Math.round(100 * value) + ' %'});
+  chart($('trained'), $('trained-legend'), [one('goodput', growth(trained, 1, 2).map(([t, part]) => [t, known(part) ? Math.min(1, part) : null]), 'k2')], tick,
+    {...about, label: 'Goodput', yTitle: 'share of island-seconds', yForm: value => Math.round(100 * value) + '%'});
   chart($('speed'), $('speed-legend'), [one('tokens/s of all islands', growth(totals, 1))], tick,
     {...about, label: 'Tokens per second', yTitle: 'tokens/s', yForm: short});
   chart($('traffic'), $('traffic-legend'), [one('up', growth(totals, 2)), one('down', growth(totals, 3), 'k1')], tick,

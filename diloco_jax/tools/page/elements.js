@@ -24,7 +24,7 @@ function once(place, key, make) {
   if (place.drawn !== now) { place.drawn = now; make(); }
 }
 
-// ---- numbers
+// ---- numbers that the page computes; figures of the run come as texts (runtime/figures/forms.py)
 const none = '–';
 const known = value => value !== null && value !== undefined;
 function si(value, unit = '') {
@@ -35,8 +35,7 @@ function si(value, unit = '') {
 }
 // A round number of an axis.
 const short = value => si(value).replace(/(\.\d*?)0+(?=\D?$)/, '$1').replace(/\.(?=\D?$)/, '');
-const grouped = count => known(count) ? count.toLocaleString('en') : none;
-const share = value => known(value) ? (100 * value).toFixed(value > 0.9995 || value === 0 ? 0 : 1) + ' %' : none;
+const share = value => known(value) ? (100 * value).toFixed(value > 0.9995 || value === 0 ? 0 : 1) + '%' : none;
 function time(seconds) {
   if (!known(seconds)) return none;
   if (Math.abs(seconds) < 0.9995) return Math.round(1000 * seconds) + ' ms';
@@ -48,13 +47,4 @@ function time(seconds) {
   return Math.floor(whole / 86400) + ' d ' + pad(Math.floor(whole / 3600) % 24) + ' h';
 }
 const date = seconds => new Date(1000 * seconds).toISOString().slice(0, 16).replace('T', ' ') + ' UTC';
-const fixed = digits => value => known(value) ? value.toFixed(digits) : none;
-// The forms of runtime/figures/forms.py, by name.
-const FORMS = {
-  plain: value => known(value) ? String(value) : none, round: value => value ? String(value) : none, share,
-  count: value => known(value) ? si(value) : '', bytes: value => known(value) ? si(value, 'B') : '',
-  duration: value => known(value) ? time(value) : '', mean: fixed(2), loss: fixed(4),
-  'step loss': value => known(value) ? value.toFixed(3) : '', digits: value => known(value) ? String(+value.toPrecision(3)) : '',
-  score: value => String(+value.toPrecision(4)),
-};
 const colour = index => index < 8 ? 'k' + index : 'many';

@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco_jax.runtime.figures import table
 from diloco_jax.runtime.figures.facts import RunFacts
-from diloco_jax.runtime.figures.table import Figure
+from diloco_jax.runtime.figures.table import Facts, Figure
 from diloco_jax.runtime.records.files import (
     CLOCK_FILE,
     CONFIG_FILE,
@@ -22,15 +22,14 @@ from diloco_jax.runtime.records.files import (
 )
 from diloco_jax.runtime.records.liveness import AWAY, DEAD
 from diloco_jax.runtime.records.status import EVALUATING, read_status
-from diloco_jax.runtime.records.telemetry import finite, read_object
+from diloco_jax.runtime.records.telemetry import finite, read_object, went_back
 from diloco_jax.runtime.records.thinning import THINNED, RecordTail
 from diloco_jax.settings.run import RunConfig
 from diloco_jax.settings.text import flat, load, read_settings
-from diloco_jax.tools.page.curve import few
 from diloco_jax.tools.page.faults import read_faults
-from diloco_jax.tools.page.story import LOSSES, Story, verdict
+from diloco_jax.tools.page.story import LOSSES, Story, progress, verdict
 from diloco_jax.tools.page.times import KINDS, IslandTimes, RoundTimes
-from diloco_jax.tools.terminal.words import stands
+from diloco_jax.tools.terminal.words import or_none, stands
 from diloco_jax.transport.link import TransportConfig
 from diloco_jax.transport.session.calls import ask_status
 
@@ -77,8 +76,10 @@ def alarms_ended(status: Mapping[str, Any], summary: Mapping[str, Any]) -> list[
     return sorted((each for each in known if not stands(each)), key=lambda each: each["until_s"])
 
 
-def _described(figure: Figure[Any]) -> dict[str, str]:
-    return {"name": figure.name, "words": figure.words, "form": figure.form.name}
+def _shown(figure: Figure[Facts], facts: Facts) -> dict[str, Any]:
+    """Return a figure for the page, which does not write it in another form."""
+    value = figure.value(facts)
+    return {"name": figure.name, "words": figure.words, "value": value, "text": figure.form.text(value)}
 
 
 class RunFeed:
@@ -178,6 +179,7 @@ class RunFeed:
 
     def _event(self, record: dict[str, Any]) -> None:
         kind, who, reason = record["kind"], record.get("members", []), record.get("reason", "")
+        self._finished = self._finished and not went_back(record)
         if kind == "joined":
             # An island of the same incarnation only has another connection.
             kind = "back" if all(self._incarnations.get(name) == reason for name in who) else kind
@@ -199,8 +201,8 @@ class RunFeed:
         """Return everything that the page shows of this run; `still` for a report, which stays as it is."""
         names = sorted(self.story.metrics, key=lambda name: (name not in METRICS_FIRST, name))[:METRICS_MAX]
         known = ((name, self.story.metrics[name]) for name in names)
-        metrics = {name: {who: few(curve.points, METRIC_POINTS) for who, curve in each.items()} for name, each in known}
-        columns = [_described(figure) for figure in table.on_page(table.ISLAND_FIGURES)]
+        metrics = {name: {who: curve.few(METRIC_POINTS) for who, curve in each.items()} for name, each in known}
+        columns = [{"name": each.name, "words": each.words} for each in table.on_page(table.ISLAND_FIGURES)]
         facts = {
             "name": self.name,
             "columns": columns,
@@ -236,29 +238,37 @@ class RunFeed:
         alarms, ended = alarms_now(status, self._summary), alarms_ended(status, self._summary)
         times = self._times.as_dict(self._summary.get("wall_s"), self._summary.get("goodput"))
         now = {"status": status, "summary": summary, "alarms": alarms, "ended": ended, "times": times}
-        now["verdict"] = verdict(status, summary, (len(alarms), len(ended)), times["goodput"])
         now |= self._figures(now, live=not still and status.get("state") in LIVE)
         return {**now, "end_s": story.end_s, "read": round(read, 3), "rate": rate, "sample": self._sample}
 
     def _figures(self, now: Mapping[str, Any], *, live: bool) -> dict[str, Any]:
-        """Return the figures of the run, those for a comparison of runs, and those of each island by name."""
+        """Return the texts of the head, figures of the run and for a comparison of runs, and those of each island."""
         status, summary, times = now["status"], now["summary"], now["times"]
         more = {"eval_loss": summary.get("eval_loss"), "goodput": times["goodput"], "round_s": self._rounds.pace_s()}
+        more["wall_s"] = self._summary.get("wall_s")
         facts = RunFacts.of(summary, status, more, {} if live else {"span_s": times["span_s"]})
+        alarms = len(now["alarms"]), len(now["ended"])
+        restarts = sum(row["restarts"] for row in summary["learners"].values())
+        said = verdict(facts, status.get("state", "unknown"), alarms, restarts)
+        head = {"verdict": said, "progress": list(progress(facts))}
         shown: list[dict[str, Any]] = []
         for figure in table.on_page(table.RUN_FIGURES):
             if live or not figure.momentary:
-                shown.append({**_described(figure), "value": figure.value(facts)})
+                shown.append(_shown(figure, facts))
             if figure.name == "eval_bits_per_byte":
                 scores = summary.get("eval_scores") or {}
                 shown += [
-                    {"name": name, "words": name, "form": "score", "value": each} for name, each in scores.items()
+                    {"name": name, "words": name, "value": each, "text": or_none(each, ".4g")}
+                    for name, each in scores.items()
                 ]
         ended = RunFacts.of(summary, {"goodput": summary.get("goodput", times["goodput"])})
-        compared = [{**_described(figure), "value": figure.value(ended)} for figure in table.compared()]
+        compared = [_shown(figure, ended) for figure in table.compared()]
         columns = table.on_page(table.ISLAND_FIGURES)
-        islands = {each.learner: {column.name: column.value(each) for column in columns} for each in facts.islands}
-        return {"figures": shown, "compared": compared, "islands": islands, "round_s": facts.round_s}
+        islands = {
+            each.learner: {column.name: column.form.text(column.value(each)) for column in columns}
+            for each in facts.islands
+        }
+        return {**head, "figures": shown, "compared": compared, "islands": islands, "round_s": facts.round_s}
 
     def _about(self) -> dict[str, Any]:
         settings: dict[str, Any] = {}

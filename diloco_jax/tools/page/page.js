@@ -48,14 +48,14 @@ function drawHead(run) {
   text($('name'), name);
   text($('state'), status.state || (run.read < 1 ? 'reading' : 'no status'));
   $('state').className = 'chip ' + (STATES[status.state] || (run.read < 1 ? 'is-new' : 'is-bad'));
-  document.title = name + ': ' + (status.state || '') + (total ? ' ' + Math.floor(100 * steps / total) + ' %' : '');
+  document.title = name + ': ' + (status.state || '') + (total ? ' ' + Math.floor(100 * steps / total) + '%' : '');
   $('progress').value = total ? Math.min(1, steps / total) : 0;
   const left = status.state === 'running' && known(status.left_s) ? ', about ' + time(status.left_s) + ' left' : '';
   const read = run.read < 1 ? ', reading its records: ' + share(run.read) : '';
   const partial = still && !summary.complete ? '. Not complete: the numbers are those up to the last record' : '';
   text($('origin'), [run.name === name ? '' : 'folder ' + run.name, config && config !== name ? 'config ' + config : '', known(parameters) ? si(parameters) + ' parameters' : '',
     known(began_unix_s) ? 'started ' + date(began_unix_s) : ''].filter(Boolean).join(', '));
-  text($('facts'), `step ${grouped(steps)}${total ? ' of ' + grouped(total) : ''}, ${time(status.wall_s ?? summary.wall_s)}${left}${read}${partial}`);
+  text($('facts'), `step ${run.progress.join(', ')}${left}${read}${partial}`);
   if (still) text($('link'), 'a report' + (known(run.written_unix_s) ? ', written ' + date(run.written_unix_s) : ''));
   text($('verdict'), still ? run.verdict : '');
   text($('waiting'), live(run) && status.waiting_for ? 'waiting for: ' + status.waiting_for : '');
@@ -91,8 +91,8 @@ function ended(alarm) {
     + (alarm.times > 1 ? `in all, ${alarm.times} times, most recently ${when}` : when);
 }
 function drawFigures(run) {
-  fill($('figures'), ...run.figures.filter(figure => known(figure.value)).map(({words, form, value}) =>
-    h('div', {}, h('dt', {}, words), h('dd', {}, FORMS[form](value)))));
+  fill($('figures'), ...run.figures.filter(figure => known(figure.value)).map(figure =>
+    h('div', {}, h('dt', {}, figure.words), h('dd', {}, figure.text))));
 }
 
 // ---- islands: rows stay, so that focus on their buttons does
@@ -100,8 +100,8 @@ function drawFigures(run) {
 function columnsOf(run) {
   const condition = row => row.finished ? 'finished' : (SHOWN[row.condition] || row.condition) + (row.condition === 'training' || !known(row.since_s) ? '' : ' for ' + time(row.since_s));
   const mean = row => row.mean_tokens_per_s ? si(row.mean_tokens_per_s) + ' on average' : '';
-  const figures = run.columns.map(({name, words, form}) => [words, row =>
-    name === 'tokens_per_s' && row.finished ? mean(row) : FORMS[form]((run.islands[row.learner] || {})[name])]);
+  const figures = run.columns.map(({name, words}) => [words, row =>
+    name === 'tokens_per_s' && row.finished ? mean(row) : (run.islands[row.learner] || {})[name] || none]);
   return [['condition', condition], ...figures, ['reason', row => row.finished ? '' : row.reason || '']];
 }
 function drawIslands(run) {
@@ -281,8 +281,8 @@ function drawStrip(run) {
       drawing.append(s('text', {class: 'row-name', x: 0, y: (index + 0.75) * row}, name.length > 14 ? name.slice(0, 13) + '…' : name),
         s('rect', {class: 'track', x: left, y: index * row + 1, width: width - left, height: row - 2}));
       members[name].forEach((hits, at) => {
-        const from = at ? cells[at - 1][1] : cells[0][0];
-        if (hits) drawing.append(s('rect', {class: 'cell', x: x(from), y: index * row + 1, width: Math.max(1, x(cells[at][1]) - x(from)), height: row - 2, opacity: 0.12 + 0.88 * hits / cells[at][2]}));
+        const [from, to] = cells[at];
+        if (hits) drawing.append(s('rect', {class: 'cell', x: x(from), y: index * row + 1, width: Math.max(1, x(to) - x(from)), height: row - 2, opacity: 0.12 + 0.88 * hits / cells[at][2]}));
       });
       if (moment !== null) drawing.append(s('path', {class: 'cross', d: `M${x(moment)} ${index * row}v${row}`}));
       for (const event of run.events) {
@@ -296,7 +296,6 @@ function drawStrip(run) {
 }
 
 // ---- a moment of a finished run, and the faults that were injected into it
-const nearest = (points, t) => points.reduce((best, point) => !best || Math.abs(point[0] - t) < Math.abs(best[0] - t) ? point : best, null);
 const CONNECTION = {joined: '', back: '', left: 'has left', disconnected: 'is disconnected', silent: 'is silent', expelled: 'is expelled',
   banned: 'is banned', admitted: 'is disconnected'};
 function describeMoment(run, t) {
@@ -309,8 +308,8 @@ function describeMoment(run, t) {
     if (now !== undefined) for (const name of event.who) state[name] = now;
   }
   const away = Object.entries(state).filter(each => each[1]).map(each => each.join(' ')), parts = [];
-  const loss = nearest(smoothed(Object.values(run.curves.loss).map(points => ({points: points.map(point => [point[0], point[2]])}))), t);
-  const merged = nearest((run.curves.islands || {})['merged per round'] || [], t);
+  const loss = pointAt(smoothed(Object.values(run.curves.loss).map(points => ({points: points.map(point => [point[0], point[2]])}))), t);
+  const merged = pointAt((run.curves.islands || {})['merged per round'] || [], t);
   const under = (run.faults || []).filter(fault => fault.t <= t && t <= (fault.recovered_s ?? fault.t) + 1);
   if (under.some(fault => fault.what.includes('-syncer'))) parts.push('the syncer is away, so no round closes, and islands train on');
   else {
@@ -350,7 +349,7 @@ setInterval(refresh, 10000);
 $('metric').addEventListener('change', event => { metric = event.target.value; draw(); });
 
 // ---- tables of shares
-const USES = [['away', 'disconnected or silent', ''], ['joining', 'joining', ': load, compile, recover a state'],
+const USES = [['stopped', 'stopped', ': the run had no process'], ['away', 'disconnected or silent', ''], ['joining', 'joining', ': load, compile, recover a state'],
   ['between', 'between steps', ''], ['data', 'waiting for data', ''], ['training', 'training', ': goodput']];
 function bar(from, to, style, label) {
   return h('td', {class: 'bar'}, s('svg', {viewBox: '0 0 100 10', preserveAspectRatio: 'none', role: 'img', 'aria-label': label},
@@ -363,7 +362,7 @@ function drawUses(run) {
   fill($('waterfall'), h('tbody', {}, ...(total ? USES : []).map(([use, words, more]) => {
     const part = sum(use) / total, from = use === 'training' ? 0 : top - part;
     top -= part;
-    return h('tr', {}, h('th', {scope: 'row'}, words, h('span', {}, more)), bar(from, from + part, 'use-' + use, share(part)), h('td', {}, share(part)), h('td', {class: 'soft'}, time(sum(use))));
+    return h('tr', {}, h('th', {scope: 'row'}, words, h('span', {}, more)), bar(from, from + part, 'use-' + use, run.times.shares[use]), h('td', {}, run.times.shares[use]), h('td', {class: 'soft'}, time(sum(use))));
   })));
   fill($('uses'), h('thead', {}, h('tr', {}, ...['island', ...USES.map(([, words]) => words)].map(name => h('th', {scope: 'col'}, name)))),
     h('tbody', {}, ...islands.map(([name, row]) => h('tr', {}, h('th', {scope: 'row'}, name), ...USES.map(([use]) => h('td', {}, time(row[use])))))));
@@ -413,8 +412,7 @@ function drawRuns() {
   fill($('runs-table'), head(), h('tbody', {}, 
     row('state', runs.map(run => run.status.state || none)),
     row('progress', runs.map(run => run.status.total_steps ? share(Math.min(1, run.status.global_step / run.status.total_steps)) : none)),
-    ...runs[0].compared.map(({words, form}, at) => row(words, runs.map(run =>
-      known(run.compared[at].value) ? FORMS[form](run.compared[at].value) : none))),
+    ...runs[0].compared.map(({words}, at) => row(words, runs.map(run => run.compared[at].text))),
     row('alarms', runs.map(run => String(run.alarms.length)))));
   chart($('runs-chart'), $('runs-legend'), runs.map((run, index) => {
     const evals = run.curves.evals, points = evals.length > 1 ? evals : Object.values(run.curves.loss)[0] || [];

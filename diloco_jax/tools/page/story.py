@@ -1,17 +1,22 @@
 """The story of a run, counted from its records one after the other, in memory that does not grow with the run."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
 from typing import Any
 
+from diloco_jax.protocol.messages import SYNCER_STOPPED
 from diloco_jax.protocol.watch.sites import LOSS
 from diloco_jax.protocol.watch.stats import participation, step_overhead
-from diloco_jax.runtime.figures.forms import format_count, format_duration
+from diloco_jax.runtime.figures.facts import RunFacts
+from diloco_jax.runtime.figures.forms import COUNT, DURATION, SHARE
+from diloco_jax.runtime.figures.forms import LOSS as LOSS_FORM
 from diloco_jax.runtime.records.liveness import ENDED
+from diloco_jax.runtime.records.telemetry import went_back
 from diloco_jax.runtime.records.thinning import merged_counts, stands_for
-from diloco_jax.tools.page.curve import POINTS_KEPT, Curve, few
+from diloco_jax.tools.page.curve import POINTS_KEPT, Curve
 
 # Points that are kept of a curve that is shown as means.
 STEPS_KEPT = 20_000
@@ -20,8 +25,8 @@ RATE_WORDS = 150
 # The metric whose lines are the losses on the corpora of a run, at most so many. The package's own metrics have no
 # spaces in their names. A metric of a user's loop with this name would be drawn among these lines.
 LOSSES, PARTS_MAX = "evaluation loss", 64
-# Groups of rounds.
-STRETCHES_MAX = 120
+# Groups of rounds, and the longest pauses between them.
+STRETCHES_MAX, PAUSES_MAX = 120, 30
 
 
 @dataclass(slots=True)
@@ -32,14 +37,20 @@ class Track:
     tokens: int = 0
     local_steps: int = 0
     restarts: int = 0
+    # Whether its next incarnation starts with a resume of the run.
+    resumed: bool = False
     busy_s: float = 0.0
     span_s: float = 0.0
     merged: int = 0
     # Incarnation, local step and time of the newest step.
     _last: tuple[int, int, float] | None = None
 
-    def add(self, record: Mapping[str, Any], all_tokens: int) -> None:
-        """Count one step record; records of some steps may be missing."""
+    @property
+    def incarnation(self) -> int | None:
+        return self._last[0] if self._last is not None else None
+
+    def add(self, record: Mapping[str, Any], all_tokens: int, *, drawn: bool = True) -> None:
+        """Count one step record, and add it to the curve if it is `drawn`; records of some steps may be missing."""
         now = (record["incarnation"], record["local_step"], record["t"])
         step_s = record["step_s"] or 0.0
         if self._last is not None and self._last[0] == now[0]:
@@ -47,19 +58,25 @@ class Track:
         else:
             # The records have no time before the first one of an incarnation.
             steps, passed_s = now[1], now[1] * step_s
-            self.restarts += self._last is not None
+            self.restarts += self._last is not None and not self.resumed
+            self.resumed = False
+            # Nothing connects the losses of two incarnations: between them the learner trained nothing.
+            self.steps.cut()
         self.local_steps += steps
         self.busy_s += min(steps * step_s, passed_s)
         self.span_s += passed_s
         self.tokens = record["tokens"]
-        if record["loss"] is not None:
+        if drawn and record["loss"] is not None:
             self.steps.add(record["t"], all_tokens, record["loss"], count=stands_for(record))
         self._last = now
 
 
 @dataclass(slots=True)
 class Stretch:
-    """Successive merged rounds: their number, times of the first and the last, and the rounds of each learner."""
+    """Successive merged rounds: their time, their number, and the rounds of each learner.
+
+    A stretch begins where the one before it ends, unless no round could be merged between them.
+    """
 
     begin_s: float
     end_s: float
@@ -73,6 +90,11 @@ class Stretch:
             self.members[name] = self.members.get(name, 0) + count
 
 
+def _pause_s(earlier: Stretch, later: Stretch) -> float:
+    """Return the time between two stretches when no round could be merged."""
+    return later.begin_s - earlier.end_s
+
+
 @dataclass(slots=True)
 class Story:
     """The figures and curves that the records of a run give.
@@ -80,7 +102,7 @@ class Story:
     Attributes:
         rounds: merged rounds.
         wire: times with bytes moved up and down.
-        totals: times with tokens, and bytes moved up and down, over the whole run.
+        totals: times with tokens, and bytes moved up and down, until the run is complete.
         connected: times with the number of connected islands, until the run is complete.
         evals: times with tokens and loss.
         metrics: curves of time and value, by metric and island; those of LOSSES by corpus.
@@ -103,6 +125,10 @@ class Story:
     end_s: float = 0.0
     # Rounds of each stretch.
     _size: int = 1
+    # Islands that are connected and have made a step since.
+    _training: set[str] = field(default_factory=set)
+    # Whether since the newest merged round there was no syncer, or no island that trains.
+    _paused: bool = False
     _finished: bool = False
 
     @property
@@ -115,8 +141,7 @@ class Story:
         self.end_s = max(self.end_s, t)
         self.global_step = max(self.global_step, record["global_step"])
         if kind == "step":
-            track = self.tracks.setdefault(record["learner"], Track())
-            track.add(record, self.tokens - track.tokens + record["tokens"])
+            self._step(record)
         elif kind in ("metrics", "drift"):
             for name, value in record["values"].items():
                 if value is not None:
@@ -126,11 +151,23 @@ class Story:
             self._merged(Stretch(t, t, stands_for(record), merged_counts(record)))
         elif kind == "life":
             self.made = {"versions": record["versions"], "host": record["host"]}
+            self._paused = True
+            if went_back(record):
+                self._resume()
+        elif kind in ("left", "disconnected", "silent"):
+            self._training -= set(record["members"])
+            self._paused = self._paused or not self._training
+            if record["reason"] == SYNCER_STOPPED:
+                self._await(record["members"])
+                self._cut()
         elif kind == "wire":
             self.wire.append((t, record["up_bytes"], record["down_bytes"]))
+            # What is counted after the end of the run is not part of its training.
+            if self._finished:
+                return
             self.totals.add(t, self.tokens, record["up_bytes"], record["down_bytes"], count=stands_for(record))
             # Records of earlier releases do not have the number.
-            if not self._finished and "connected_islands" in record:
+            if "connected_islands" in record:
                 self.connected.add(t, record["connected_islands"], count=stands_for(record))
         elif kind == "finished":
             self._finished = True
@@ -140,6 +177,36 @@ class Story:
             for name, value in self.scores.items():
                 if value is not None and name.endswith(LOSS):
                     self._part(name.removesuffix(LOSS), t, value)
+
+    def _step(self, record: Mapping[str, Any]) -> None:
+        name = record["learner"]
+        track = self.tracks.setdefault(name, Track())
+        before = track.incarnation
+        # Steps after the end of the run arrive all at once, and no round takes them.
+        track.add(record, self.tokens - track.tokens + record["tokens"], drawn=not self._finished)
+        self._training.add(name)
+        if track.incarnation != before:
+            for curves in self.metrics.values():
+                if name in curves:
+                    curves[name].cut()
+
+    def _resume(self) -> None:
+        """Break the curves of the run, and await new incarnations of all learners."""
+        self._training.clear()
+        self._finished = False
+        self._await(self.tracks.keys())
+        self._cut()
+
+    def _cut(self) -> None:
+        """Break the curves of the run, because nothing is trained until it resumes."""
+        for curve in (self.totals, self.connected, self.evals):
+            curve.cut()
+
+    def _await(self, names: Iterable[str]) -> None:
+        """Count the next incarnations of these learners as no restarts, because the whole run was stopped."""
+        for name in names:
+            if name in self.tracks:
+                self.tracks[name].resumed = True
 
     def _part(self, name: str, t: float, loss: float) -> None:
         """Add the loss on one corpus or source, which is a line with its name."""
@@ -152,15 +219,32 @@ class Story:
         for name, rounds in one.members.items():
             self.tracks.setdefault(name, Track()).merged += rounds
         self._size = max(self._size, one.rounds)
-        if self.stretches and self.stretches[-1].rounds < self._size:
-            self.stretches[-1].join(one)
-            return
+        if self.stretches and not self._paused:
+            one.begin_s = self.stretches[-1].end_s
+            if self.stretches[-1].rounds < self._size:
+                self.stretches[-1].join(one)
+                return
+        self._paused = False
         self.stretches.append(one)
+        pauses = [each for each in pairwise(self.stretches) if _pause_s(*each)]
+        if len(pauses) > PAUSES_MAX:
+            earlier, later = min(pauses, key=lambda each: _pause_s(*each))
+            later.begin_s = earlier.end_s
         if len(self.stretches) > STRETCHES_MAX:
-            self._size *= 2
-            for earlier, later in zip(self.stretches[::2], self.stretches[1::2], strict=False):
-                earlier.join(later)
-            del self.stretches[1::2]
+            self._halve()
+
+    def _halve(self) -> None:
+        """Join stretches in twos, but never over a pause."""
+        self._size *= 2
+        found, alone = [self.stretches[0]], True
+        for later in self.stretches[1:]:
+            if alone and not _pause_s(found[-1], later):
+                found[-1].join(later)
+                alone = False
+            else:
+                found.append(later)
+                alone = True
+        self.stretches = found
 
     def counted(self) -> dict[str, Any]:
         """Return the keys of summary.json that the records give."""
@@ -205,35 +289,38 @@ class Story:
     def curves(self, most: int) -> dict[str, Any]:
         """Return losses (time, tokens of all learners, loss), evaluations, totals, islands, and the rounds of each."""
         names = list(self.counted()["learners"])
-        steps = {name: self.tracks[name].steps.points for name in names}
         cells = [[each.begin_s, each.end_s, each.rounds] for each in self.stretches]
-        merged = [
-            [(each.begin_s + each.end_s) / 2, sum(each.members.values()) / each.rounds] for each in self.stretches
-        ]
+        merged: list[list[float | None]] = []
+        for at, each in enumerate(self.stretches):
+            if at and _pause_s(self.stretches[at - 1], each):
+                merged.append([None, None])
+            merged.append([(each.begin_s + each.end_s) / 2, sum(each.members.values()) / each.rounds])
         members = {name: [each.members.get(name, 0) for each in self.stretches] for name in names} if cells else {}
         return {
-            "loss": {name: few(points, most) for name, points in steps.items() if points},
-            "evals": few(self.evals.points, most),
-            "totals": few(self.totals.points, most),
-            "islands": {"connected": few(self.connected.points, most), "merged per round": merged},
+            "loss": {name: self.tracks[name].steps.few(most) for name in names if self.tracks[name].steps.last},
+            "evals": self.evals.few(most),
+            "totals": self.totals.few(most),
+            "islands": {"connected": self.connected.few(most), "merged per round": merged},
             "cells": cells,
             "members": members,
         }
 
 
-def verdict(
-    status: Mapping[str, Any], summary: Mapping[str, Any], alarms: tuple[int, int], goodput: float | None
-) -> str:
+def progress(facts: RunFacts) -> tuple[str, str]:
+    """Return texts about the global steps of a run, and about its time."""
+    total = f" of {facts.total_steps:,}" if facts.total_steps else ""
+    return f"{facts.global_step or 0:,}{total}", DURATION.text(facts.wall_s)
+
+
+def verdict(facts: RunFacts, state: str, alarms: tuple[int, int], restarts: int) -> str:
     """Return a sentence about a run; `alarms` are the numbers of those that stand and of those that ended."""
-    state, steps = status.get("state", "unknown"), status.get("global_step", summary["global_steps"])
-    total, loss = status.get("total_steps"), summary.get("eval_loss")
-    restarts = sum(row["restarts"] for row in summary["learners"].values())
+    (steps, spent), loss = progress(facts), facts.eval_loss
     said = [
-        f"{state}: {steps:,}{f' of {total:,}' if total else ''} global steps",
-        f"evaluation loss {loss:.4f}" if loss is not None else "not evaluated" if state in ENDED else "",
-        f"{format_count(status.get('tokens', summary['tokens']))} tokens",
-        format_duration(status.get("wall_s", summary["wall_s"])),
-        f"goodput {goodput:.1%}" if goodput is not None else "",
+        f"{state}: {steps} global steps",
+        f"evaluation loss {LOSS_FORM.text(loss)}" if loss is not None else "not evaluated" if state in ENDED else "",
+        f"{COUNT.text(facts.tokens)} tokens",
+        spent,
+        f"goodput {SHARE.text(facts.goodput)}" if facts.goodput is not None else "",
         _count(alarms[0], "alarm") if alarms[0] or not alarms[1] else f"{_count(alarms[1], 'alarm')} that ended",
         _count(restarts, "restart") if restarts else "",
     ]

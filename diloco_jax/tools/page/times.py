@@ -8,16 +8,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_jax.protocol.messages import SYNCER_STOPPED
 from diloco_jax.protocol.watch.stats import goodput_of
 from diloco_jax.protocol.watch.terms import WAITING
+from diloco_jax.runtime.figures.forms import SHARE
+from diloco_jax.runtime.records.telemetry import went_back
 from diloco_jax.runtime.records.thinning import stands_for
-from diloco_jax.tools.page.curve import POINTS_KEPT, Curve, few
+from diloco_jax.tools.page.curve import POINTS_KEPT, Curve
 
 ROUNDS_KEPT = 240
 # Number of newest rounds that give the time per round.
 PACE_ROUNDS = 40
 KINDS = ("closed", "merged", "abandoned", "round")
-TRAINING, DATA, BETWEEN, JOINING, AWAY = USES = ("training", "data", "between", "joining", "away")
+USES = TRAINING, DATA, BETWEEN, JOINING, AWAY, STOPPED = "training", "data", "between", "joining", "away", "stopped"
 
 
 @dataclass(slots=True)
@@ -62,11 +65,14 @@ class IslandTimes:
     def take(self, record: Mapping[str, Any]) -> None:
         """Count the next record of the run."""
         kind, t = record["kind"], record["t"]
-        # Islands leave a finished run, which does not lower its goodput.
+        # Islands leave a finished run, which does not lower its goodput; it may be trained longer.
+        self._finished = self._finished and not went_back(record)
         if self._finished:
             return
-        self._end_s = max(self._end_s, t)
-        if kind == "step":
+        before_s, self._end_s = self._end_s, max(self._end_s, t)
+        if went_back(record):
+            self._resume(before_s, t)
+        elif kind == "step":
             self._step(record)
         elif kind == "metrics":
             self._waited(self._island(record["learner"]), record["values"].get(WAITING) or 0.0)
@@ -79,6 +85,8 @@ class IslandTimes:
                 island = self._island(name)
                 if kind == "joined":
                     use = BETWEEN if record["reason"] == f"incarnation {island.progress[0]}" else JOINING
+                elif record["reason"] == SYNCER_STOPPED:
+                    use = STOPPED
                 else:
                     use = BETWEEN if kind == "back" else AWAY
                 # A silent island has been away since its last step.
@@ -86,6 +94,18 @@ class IslandTimes:
                     island.since.clear()
                 island.since.append((island.at_s if kind == "silent" else t, use))
         self._finished = kind == "finished"
+
+    def _resume(self, stopped_s: float, t: float) -> None:
+        """Settle the time of all islands until the run is resumed at `t`; no process ran since `stopped_s`."""
+        for name in self._names | self._islands.keys():
+            island = self._island(name)
+            if self._began_s is not None:
+                island.since.append((stopped_s, STOPPED))
+                for use, seconds in island.split(t).items():
+                    island.used[use] += seconds
+                island.at_s = max(t, island.at_s)
+            island.since[:] = [(t, AWAY)]
+        self._trained.cut()
 
     def _island(self, name: str) -> _Island:
         return self._islands.setdefault(name, _Island(self._began_s or 0.0))
@@ -117,9 +137,9 @@ class IslandTimes:
         island.used[DATA] += moved_s
         island.told_s = busy_s
 
-    def trained(self, most: int) -> list[list[float]]:
-        """Return the seconds of training and of all islands over time, in at most so many points."""
-        return few(self._trained.points, most)
+    def trained(self, most: int) -> list[list[float | None]]:
+        """Return the seconds of training and of all islands over time, in about `most` points."""
+        return self._trained.few(most)
 
     def as_dict(self, wall_s: float | None = None, goodput: float | None = None) -> dict[str, Any]:
         """Return the seconds from the first step to the end of the run, if it is known, and their uses by island.
@@ -136,17 +156,20 @@ class IslandTimes:
         all_s = sum(sum(row.values()) for row in rows.values())
         if goodput is not None and all_s:
             _move(rows, goodput * all_s - sum(row[TRAINING] for row in rows.values()))
-        goodput = round(goodput_of(sum(row[TRAINING] for row in rows.values()), all_s), 4) if all_s else None
+        parts = {use: goodput_of(sum(row[use] for row in rows.values()), all_s) for use in USES} if all_s else {}
+        goodput = round(parts[TRAINING], 4) if parts else None
         return {
             "span_s": round(end_s - (began_s or 0.0), 3) if rows else 0.0,
             "goodput": goodput,
+            # The goodput is rounded once, so that every place shows the same number.
+            "shares": {use: SHARE.text(goodput if use == TRAINING else part) for use, part in parts.items()},
             "islands": rows,
         }
 
 
 def _move(rows: Mapping[str, dict[str, float]], seconds: float) -> None:
     """Move so many seconds of all islands from the other uses to TRAINING; to BETWEEN if they are negative."""
-    sources = [use for use in USES if use != TRAINING] if seconds > 0 else [TRAINING]
+    sources = [use for use in USES if use not in (TRAINING, STOPPED)] if seconds > 0 else [TRAINING]
     target = TRAINING if seconds > 0 else BETWEEN
     there_s = sum(row[use] for row in rows.values() for use in sources)
     share = min(1.0, abs(seconds) / there_s) if there_s else 0.0

@@ -16,7 +16,7 @@ from diloco_jax.tools.budget.figures import size
 from diloco_jax.tools.plan.bucket import HOPS, request_figures
 from diloco_jax.tools.plan.case import BUSY_MAX, Case, changed
 from diloco_jax.tools.plan.forecast import bucket_traffic, recovery, wait
-from diloco_jax.tools.plan.rates import OFF_BY, rate_factor
+from diloco_jax.tools.plan.rates import OF_ADAPTERS, OFF_BY, rate_factor
 from diloco_jax.tools.plan.slices import slices_advice
 from diloco_jax.tools.plan.verdict import MADE_MIN
 from diloco_jax.transport.link import STRIPES_MAX
@@ -63,7 +63,10 @@ class ScheduleChoice(NamedTuple):
 
 
 def advise(case: Case) -> list[Advice]:
-    """Return one entry per setting with its name, the recommended value, the config's value, and the reason."""
+    """Return one entry per setting with its name, the recommended value, the config's value, and the reason.
+
+    `change` is None if the right value depends on what only the user knows; the reason says how to compare.
+    """
     stripes = stripes_for(case)
     if case.by_bucket:
         there = changed(case, transport={"poll_s": poll_for(case)})
@@ -312,12 +315,21 @@ def _rate(choice: ScheduleChoice) -> list[Advice]:
     config = choice.case.config
     if config.optimizer.module:
         return []
-    now, factor = config.optimizer.learning_rate, rate_factor(config.merge, config.protocol)
+    adapters = config.model.lora.rank > 0
+    now, factor = config.optimizer.learning_rate, rate_factor(config.merge, config.protocol, adapters=adapters)
+    of = " of the whole model" if adapters else ""
     why = (
-        f"a rate that is tuned for data parallel with as many samples per global step becomes about {factor:.2g} times "
-        f"as high for islands with merge.method {config.merge.method} and these periods, so {now:g} is right where "
-        f"data parallel has {now / factor:.2g}; our best rates were within a factor of {OFF_BY:g} of this rule"
+        f"a rate that is tuned for data parallel{of} with as many samples per global step becomes about {factor:.2g} "
+        f"times as high for {'adapters on ' * adapters}islands with merge.method {config.merge.method} and these "
+        f"periods, so {now:g} is right where data parallel{of} has {now / factor:.2g}; "
     )
+    if adapters:
+        why += (
+            f"of this, a factor of {OF_ADAPTERS:g} is for adapters (Schulman et al. 2025, LoRA Without Regret), and "
+            "the rule for islands was measured without them"
+        )
+    else:
+        why += f"our best rates were within a factor of {OFF_BY:g} of this rule"
     base, names = config.islands.base, config.islands.names
     if base != names:
         few, many = (sum(config.island(name).batch_size for name in each) for each in (base, names))
@@ -325,7 +337,7 @@ def _rate(choice: ScheduleChoice) -> list[Advice]:
             f"; with {len(base)} to {len(names)} islands a global step has {few} to {many} sequences, so tune data "
             "parallel with the number that most of the run will have"
         )
-    return [_entry("optimizer.learning_rate", now, now, why)]
+    return [_entry("optimizer.learning_rate", now, now, why) | {"change": None}]
 
 
 def _budget(case: Case) -> list[Advice]:

@@ -9,6 +9,10 @@ best rate of islands depends on the merge and on H:
 It was fitted to AdamW on four islands with 0.12M parameters (docs/results/merge.md). Longer periods count as 6: the
 best rate of RDA with H = 12 was that with H = 6, and that of averages 1.4 times as high. The best rates of all tuned
 trainings of docs/results were between half and twice that of the rule.
+
+The best rate of adapters is about ten times that of the same training of the whole model, for any rank (Schulman et
+al., "LoRA Without Regret", Thinking Machines Lab 2025, https://thinkingmachines.ai/blog/lora/). The published
+trainings had one machine; nobody has tuned adapters on islands.
 """
 
 import math
@@ -21,9 +25,15 @@ SHORTEST, LONGEST = 3, 6
 _OF_MERGE = {"average": 1.0, "rda": 0.7}
 # The best rates that were found are within this factor of the rule.
 OFF_BY = 2.0
+# The rate of adapters over that of the whole model.
+OF_ADAPTERS = 10.0
 
 
-def rate_factor(merge: MergeConfig, protocol: ProtocolConfig) -> float:
-    """Return the rate of islands as a share of data parallel's; the shortest period of any class counts."""
+def rate_factor(merge: MergeConfig, protocol: ProtocolConfig, *, adapters: bool = False) -> float:
+    """Return the rate of islands as a share of data parallel's; the shortest period of any class counts.
+
+    Args:
+        adapters: whether the islands train adapters; data parallel trains the whole model.
+    """
     period = min(max(min(protocol.groups.phases[0].periods), SHORTEST), LONGEST)
-    return _OF_MERGE[merge.method] * math.sqrt(SHORTEST / period)
+    return _OF_MERGE[merge.method] * math.sqrt(SHORTEST / period) * (OF_ADAPTERS if adapters else 1.0)

@@ -294,9 +294,9 @@ def _of_islands(rows: list[Row]) -> list[str]:
 
 
 def _advice(advice: list[Row], why: bool) -> list[str]:
-    kept = [each for each in advice if not each["change"]]
+    changes, compared, kept = ([each for each in advice if each["change"] is said] for said in (True, None, False))
     lines: list[str] = []
-    for title, found in (("change:", [each for each in advice if each["change"]]), ("keep:", kept if why else [])):
+    for title, found in (("change:", changes), ("compare:", compared), ("keep:", kept if why else [])):
         lines += [title] if found else []
         for each in found:
             now = f"   (now {each['now']})" if each["change"] else ""

@@ -2,17 +2,19 @@
 
 The syncer's machine repeats its decisions. Its leases, reports, merges and releases are entered into a second book
 (protocol/watch/sample_book.py), which is compared with the machine's book. The learners' tapes, as far as they are
-there, must have only samples that were leased to the learner. If the tape records the norms of a round, the rule must
+there, must have only samples that were leased to the learner, and the earlier ones that it reads while its leases are
+used up. If the tape records the norms of a round, the rule must
 exclude the same learners again (protocol/watch/exclusion_auditor.py).
 """
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from diloco_jax.protocol.corpora import Corpora
-from diloco_jax.protocol.leases import COMMON
+from diloco_jax.protocol.leases import COMMON, earlier_range
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import decided_elsewhere
 from diloco_jax.protocol.syncer.progress import NO_BUDGET, Budget
@@ -92,15 +94,18 @@ def audit(run_dir: Path, protocol: ProtocolConfig, total_steps: int, budget: Bud
 def _check_tape(path: Path, findings: Findings, reported: Mapping[Incarnation, int]) -> DataOfIncarnation:
     """Check that an incarnation of a learner had only samples that were leased to it, and that its tape is whole.
 
-    A step is written to the tape before it is reported. So even the tape of a killed learner has the newest reported
-    step.
+    While its leases were used up, it had earlier positions, which its name and step determine. A step is written to the
+    tape before it is reported. So even the tape of a killed learner has the newest reported step.
     """
     incarnation, local_step, own, lost = ("", 0), 0, list[Range](), False
-    data = DataOfIncarnation("", 0)
+    data, fronts = DataOfIncarnation("", 0), deque[int]()
     for number, entry in read_entries(path):
         if isinstance(entry, Begin):
             incarnation = (entry.learner_id, entry.incarnation)
-            own, data = joined(sorted(findings.granted.get(incarnation, []))), DataOfIncarnation(*incarnation)
+            granted = findings.granted.get(incarnation, [])
+            own, data = joined(sorted(granted)), DataOfIncarnation(*incarnation)
+            # Leases that were lost on their way may end higher than those that arrived later.
+            fronts = deque(sorted({stop for _, stop in granted}))
         elif isinstance(entry, OwnData):
             data = data._replace(guarantee=entry.guarantee)
         elif isinstance(entry, ResumedLoader):
@@ -116,20 +121,35 @@ def _check_tape(path: Path, findings: Findings, reported: Mapping[Incarnation, i
                 return data
             local_step = entry.local_step
             data = data._replace(steps=local_step)
-            for start, stop in entry.ranges:
-                at = bisect_right(own, start, key=lambda piece: piece[0]) - 1
-                if at < 0 or stop > own[at][1]:
-                    findings.add(
-                        f"{path.name} line {number}: {name} read positions {start} to {stop - 1}, which were not "
-                        "leased to it"
-                    )
-                    return data
+            other = next((each for each in entry.ranges if not _within(own, *each)), None)
+            if other is not None and not _is_earlier(entry, incarnation, fronts):
+                findings.add(
+                    f"{path.name} line {number}: {name} read positions {other[0]} to {other[1] - 1}, which were not "
+                    "leased to it"
+                )
+                return data
     if local_step < reported.get(incarnation, 0):
         findings.add(
             f"{path.name} ends at local step {local_step}, but step {reported[incarnation]} was reported: the end of "
             "the tape is missing"
         )
     return data
+
+
+def _within(ranges: list[Range], start: int, stop: int) -> bool:
+    """Return whether one of these sorted ranges contains all positions."""
+    at = bisect_right(ranges, start, key=lambda piece: piece[0]) - 1
+    return at >= 0 and stop <= ranges[at][1]
+
+
+def _is_earlier(step: TapedStep, incarnation: Incarnation, fronts: deque[int]) -> bool:
+    """Return whether a step read what the rule gives it without leased data; drop the fronts that are passed."""
+    size = sum(stop - start for start, stop in step.ranges)
+    while fronts:
+        if step.ranges == (earlier_range(*incarnation, step.local_step, fronts[0], size),):
+            return True
+        fronts.popleft()
+    return False
 
 
 def describe(result: Mapping[str, Any]) -> str:
@@ -141,10 +161,11 @@ def describe(result: Mapping[str, Any]) -> str:
         if result["leased"]:
             lines[0] += f", so the {result['leased']:,} positions that the syncer leased are not samples of any data"
         return "\n".join([*lines, *describe_guarantees(data), *_operations(result), *_verdict(result, "")])
+    again = f", and {result['repeated']:,} times again after a release: {result['leased']:,} leases of a sample"
     lines = [
-        f"{result['leased']:,} samples were leased in {result['rounds']:,} merged rounds: {result['merged']:,} merged, "
-        f"{result['overwritten']:,} overwritten, {result['released']:,} released to be leased again, "
-        f"{result['out']:,} still leased",
+        f"{result['leased'] - result['repeated']:,} samples were leased in {result['rounds']:,} merged rounds"
+        f"{again if result['repeated'] else ''}; {result['merged']:,} leases ended merged, "
+        f"{result['overwritten']:,} overwritten, {result['released']:,} released, {result['out']:,} are still leased",
     ]
     if result["overwritten"]:
         lines.append(
@@ -158,8 +179,6 @@ def describe(result: Mapping[str, Any]) -> str:
             f"{what}: {found['leased']:,} leased, {found['merged']:,} merged, {found['overwritten']:,} overwritten, "
             f"{found['released']:,} released, {found['out']:,} still leased{_epochs(found['epochs'])}"
         )
-    if result["repeated"]:
-        lines.append(f"{result['repeated']:,} of them were leased again after a release")
     if result["undone"]:
         lines.append(f"{result['undone']:,} were merged into a version that was lost with all processes that held it")
     if result["void"]:
@@ -168,7 +187,7 @@ def describe(result: Mapping[str, Any]) -> str:
         lines.append(
             f"{result['exclusions_repeated']:,} rounds have recorded norms, and the rule decided again from them"
         )
-    one_fate = f"every sample has one fate; {result['learner_tapes']:,} learner tapes have no other samples"
+    one_fate = f"every lease of a sample has one fate; {result['learner_tapes']:,} learner tapes have no other samples"
     known = {found["guarantee"] for found in data.values()}
     if known & {OWN, RESUMED}:
         lines.append("these counts include the positions that were leased to loops with other data, and not read")

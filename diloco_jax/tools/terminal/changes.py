@@ -62,7 +62,11 @@ class _Topic:
 
 
 class Changes:
-    """The lines about one run; `began_s` is the time of the first look, on the same clock as later looks."""
+    """The lines about one run, with its own time, as in its status; before it runs, with the time since the first look.
+
+    Args:
+        began_s: time of the first look, on the same clock as later looks.
+    """
 
     def __init__(self, began_s: float) -> None:
         self._began_s = began_s
@@ -72,9 +76,13 @@ class Changes:
         # What each process did at the last look before it trains, and since when.
         self._phases: dict[str, tuple[str, float]] = {}
         self._line_s = float("-inf")
+        # The newest time of the run, and the look that read it first.
+        self._wall_s, self._read_s = -1.0, began_s
 
     def look(self, status: Mapping[str, Any] | None, phases: Sequence[StartPhase], now_s: float) -> str:
         """Compare a run with the last look, and return the line that is due now; "" if there is none."""
+        if status is not None and status["wall_s"] != self._wall_s:
+            self._wall_s, self._read_s = status["wall_s"], now_s
         facts = [*self._facts(status), *self._of_phases(phases, now_s)]
         for fact in facts:
             topic = self._topics.setdefault(fact.subject, _Topic())
@@ -94,8 +102,14 @@ class Changes:
             again *= topic.changes > 1
             topic.said_s[topic.value] = topic.line_s = self._line_s = now_s
             topic.changes = 0
-            return f"[{format_duration(now_s - self._began_s)}] {topic.text}{again}"
+            return f"[{self._clock(status, now_s)}] {topic.text}{again}"
         return ""
+
+    def _clock(self, status: Mapping[str, Any] | None, now_s: float) -> str:
+        if status is None or status["state"] == "starting":
+            return f"start {format_duration(now_s - self._began_s)}"
+        # A syncer that is silent does not stop the run's time.
+        return format_duration(self._wall_s + now_s - self._read_s)
 
     def _facts(self, status: Mapping[str, Any] | None) -> Iterator[Fact]:
         if status is None:

@@ -1,15 +1,15 @@
 """The closing lines of a run: how far it came, its alarms, and the command that continues it or trains it longer."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from diloco_jax.runtime.records.files import (
-    CONFIG_FILE,
     SUMMARY_FILE,
-    command,
     has_begun,
     longer_command,
+    longer_options,
     resume_command,
 )
 from diloco_jax.settings.run import RunConfig
@@ -62,9 +62,11 @@ def onward(summary: Mapping[str, Any], config: RunConfig, run_dir: Path, program
     """
     if summary["complete"]:
         # Islands with a built-in loop have a separate copy of the config.
-        same = "; give each island the same limits" if program == "syncer" and not config.model.own else ""
+        same = f"; then start each island again, with {shlex.join(longer_options(config.limits))} after its command"
+        same *= program == "syncer" and not config.model.own
         return f"to train longer: {longer_command(run_dir, config.limits, program)}{same}"
     if not has_begun(run_dir):
         return ""
-    alone = command(program, run_dir / CONFIG_FILE, "--run-dir", run_dir)
-    return f"to continue: {resume_command(run_dir) if program == 'train' else alone}"
+    # A supervisor starts its islands itself.
+    again = "; then start each island again, because they ended with the syncer" if program == "syncer" else ""
+    return f"to continue: {resume_command(run_dir, program)}{again}"

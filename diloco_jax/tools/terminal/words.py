@@ -17,6 +17,9 @@ runtime/figures/facts.py it has these keys:
     episodes        all alarms, those that ended included
     learners        facts of each island, and `process`: its number, if it runs on the syncer's machine
     bans            [{learner, reason}]: banned names (protocol/bans.py)
+    refused         [{learner, reason}]: islands that are not connected because their newest greeting was refused
+    wire            {up_bytes, down_bytes, by_island: {NAME: {up_bytes, down_bytes}}}: bytes over all processes of the
+                    syncer; in a bucket, versions that many islands read are once in the first two, and in each island's
     requests        requests to a bucket by kind, and their bytes, over all processes of the syncer; {} without one
     requests_per_s  of them, since the syncer's process listens
     subscribers     [{subscriber, lacks}]: processes that only receive the model, and the newest values that each lacks
@@ -103,7 +106,7 @@ def describe(status: Mapping[str, Any], phases: Iterable[StartPhase] = ()) -> st
     if not status["learners"]:
         text.append("no island has connected yet")
     width = max((len(row["learner"]) for row in status["learners"]), default=0)
-    text += [f"  {row['learner']:<{width}}  {_condition(row)}" for row in shown_rows(status)]
+    text += [f"  {row['learner']:<{width}}  {_condition(row, quiet=quiet)}" for row in shown_rows(status)]
     quiet = quiet or status["state"] in ENDED
     text += [] if quiet else [f"  {each.name}: {each.words}, for {format_duration(each.ago_s)}" for each in phases]
     # Statuses of older versions do not have these keys.
@@ -112,6 +115,12 @@ def describe(status: Mapping[str, Any], phases: Iterable[StartPhase] = ()) -> st
         text.append(f"bucket: {status['requests_per_s']:.1f} requests/s of the syncer; {requests_text(requests)}")
     if bans := status.get("bans"):
         text.append(f"banned: {'; '.join('{learner} ({reason})'.format_map(ban) for ban in bans)}")
+    known = {row["learner"] for row in status["learners"]}
+    text += [
+        f"refused: {each['learner']}: {each['reason']}"
+        for each in status.get("refused", ())
+        if each["learner"] not in known
+    ]
     if found := status.get("subscribers"):
         rows = [f"{row['subscriber']} (lacks {row['lacks']} of the newest values)" for row in found]
         text.append(f"subscribers, which only receive the model: {', '.join(rows)}")
@@ -136,8 +145,8 @@ def _figures(status: Mapping[str, Any]) -> list[str]:
     return ["; ".join(texts[at : at + FIGURES_PER_LINE]) for at in range(0, len(texts), FIGURES_PER_LINE)]
 
 
-def _condition(row: Mapping[str, Any]) -> str:
-    """Return an island's condition with its figures."""
+def _condition(row: Mapping[str, Any], *, quiet: bool) -> str:
+    """Return an island's condition with its figures; `quiet` if the status is an old one, so that this is past."""
     facts = IslandFacts.of(row)
     always = ", ".join(table.texts(table.ISLAND_FIGURES, facts, lambda figure: figure.always))
     details = f" after inner step {row['local_step']}"
@@ -148,7 +157,11 @@ def _condition(row: Mapping[str, Any]) -> str:
         details = ": " + ", ".join(table.texts(table.ISLAND_FIGURES, facts, lambda figure: figure.status))
     reason = f"; {row['reason']}" if row["reason"] else ""
     process = f"; process {row['process']}" if row.get("process") else ""
-    return f"{shown(row['condition'])} for {format_duration(row['since_s'])}{details}{reason}; {always}{process}"
+    condition = f"{shown(row['condition'])} for {format_duration(row['since_s'])}"
+    if quiet:
+        # The island may train on without a syncer, or have ended.
+        condition = f"was {shown(row['condition'])}"
+    return f"{condition}{details}{reason}; {always}{process}"
 
 
 def alarm_line(alarm: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from diloco_jax.training.data.config import DataConfig
 from diloco_jax.training.data.corpus import Source, count_tokens, cut_source, find_files, load_source
 from diloco_jax.training.data.image_store import no_image
-from diloco_jax.training.data.mixture import Order
+from diloco_jax.training.data.mixture import Order, Samples
 from diloco_jax.training.data.sample import SEGMENTS, TOKENS, WEIGHTS, Sample, stack
 
 
@@ -37,7 +37,7 @@ def check_source(config: DataConfig, seq_len: int, eval_batch_size: int) -> None
         count = count_tokens(part)
     # This array has the right length but takes only one byte of memory.
     ids = np.broadcast_to(np.uint8(0), count)
-    next(eval_batches(cut_source(config, part, ids, seq_len, corpus=""), eval_batch_size, 1))
+    cut_source(config, part, ids, seq_len, corpus="")
 
 
 def example(config: DataConfig, seq_len: int) -> Sample:
@@ -94,20 +94,20 @@ class SampleOrder:
             yield self.batch(((start, start + size),))
 
 
+def size_of_eval_batches(held_out: Samples, batch_size: int) -> int:
+    """Return how many samples a batch of an evaluation has: all held-out ones if there are fewer than `batch_size`."""
+    # No held-out sample makes no batch.
+    return max(1, min(batch_size, len(held_out)))
+
+
 def eval_batches(source: Source, batch_size: int, max_batches: int, name: str = "") -> Iterator[Sample]:
     """Yield up to `max_batches` batches of held-out windows, evenly spaced and always the same.
 
     With a name, the windows are those of this set in `source.evaluation`.
     """
     held_out = source.evaluation[name] if name else source.held_out
-    available = len(held_out) // batch_size
-    if available < 1 or max_batches < 1:
-        raise ValueError(
-            f"{len(held_out)} held-out windows{f' of {name}' if name else ''} make no batch of {batch_size} (at most "
-            f"{max_batches} batches wanted); raise data.held_out_fraction, lower train.eval_batch_size, or give more "
-            "text"
-        )
-    count = min(available, max_batches) * batch_size
+    batch_size = size_of_eval_batches(held_out, batch_size)
+    count = min(len(held_out) // batch_size, max_batches) * batch_size
     chosen = [i * len(held_out) // count for i in range(count)]
     for start in range(0, count, batch_size):
         yield _stack([held_out[i] for i in chosen[start : start + batch_size]], source.vocab_size)

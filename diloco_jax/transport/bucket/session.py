@@ -35,7 +35,7 @@ from diloco_jax.transport.proto import diloco_pb2 as pb
 from diloco_jax.transport.session.inbox import Inbox, Session
 from diloco_jax.transport.session.stream import Outbox, lane_header
 from diloco_jax.transport.store import names
-from diloco_jax.transport.store.seal import Unsealed
+from diloco_jax.transport.store.seal import SEAL_BYTES, Unsealed
 from diloco_jax.transport.store.store import StoreError
 
 # An entry's own bytes in an object.
@@ -330,7 +330,9 @@ class BucketSession(Session):
                     return None
                 log.info(f"a payload for {self.peer} waits: {error}")
             self._pause()
-        self.inbox.count(sent_bytes=size)
+        # This learner's link carries a shared payload although another session has written it.
+        shared_bytes = item.size + SEAL_BYTES if reference and not size else 0
+        self.count(sent_bytes=size, shared_bytes=shared_bytes)
         if item.shared is not None:
             with self._changed:
                 self._promised.remove(item.shared)
@@ -404,7 +406,7 @@ class BucketSession(Session):
         """Write an object; False if the session ended before the store answered."""
         while True:
             try:
-                self.inbox.count(sent_bytes=self._writer.write(batch))
+                self.count(sent_bytes=self._writer.write(batch))
                 return True
             except StoreError as error:
                 if self._gave_up:
@@ -459,7 +461,7 @@ class BucketSession(Session):
             self._writer.end()
 
     def _acknowledge(self, batch: pb.Batch) -> None:
-        self.inbox.count(received_bytes=batch.ByteSize())
+        self.count(received_bytes=batch.ByteSize())
         self._writer.acknowledge(batch.read, batch.fetched)
         with self._changed:
             self._changed.notify_all()
@@ -534,7 +536,7 @@ class BucketSession(Session):
             try:
                 payload = self._reader.fetch(received)
                 if payload is not None:
-                    self.inbox.count(received_bytes=len(payload))
+                    self.count(received_bytes=len(payload))
                     return payload
                 trouble = f"it is no longer in the bucket: {lost}"
             except StoreError as error:

@@ -21,7 +21,7 @@ from diloco_jax.transport.link import TransportConfig, split_address
 from diloco_jax.transport.session import calls
 from diloco_jax.transport.session.refusals import REFUSALS
 from diloco_jax.transport.session.stripe import GREETING
-from diloco_jax.transport.trust.security import BULK_PROTOCOL
+from diloco_jax.transport.trust.security import BULK_PROTOCOL, PROBE_PROTOCOL
 
 PIECE_BYTES = 1 << 16
 # TLS announces a message of at most this size, with its head.
@@ -44,6 +44,7 @@ NO_CERTIFICATE = (
 )
 TLS = f"it speaks TLS, and this syncer does not: set the syncer's {_FILES} the syncer, or remove the caller's"
 _OFFER = bytes((len(BULK_PROTOCOL),)) + BULK_PROTOCOL.encode()
+_PROBE = bytes((len(PROBE_PROTOCOL),)) + PROBE_PROTOCOL.encode()
 # TLS calls it handshake.
 _HANDSHAKE = 0x16
 
@@ -162,9 +163,10 @@ class Front:
             self._forget(asyncio.current_task(), host)
             if bulk:
                 return self._hand_over(stream)
-            # A caller that only connects, to find out whether the port is open, has not been refused.
-            first = stream.recv(1, socket.MSG_PEEK)
-            if first and self._encrypted != (first == bytes((_HANDSHAKE,))):
+            # A caller that only finds out whether the port is open, or speaks TLS, has not been refused.
+            seen = stream.recv(LOOK_BYTES_MAX, socket.MSG_PEEK)
+            tls = seen[:1] == bytes((_HANDSHAKE,))
+            if seen and self._encrypted != tls and not (tls and _PROBE in seen):
                 REFUSALS.tell(_host_of(stream), PLAIN if self._encrypted else TLS)
             await self._forward(stream)
         return False

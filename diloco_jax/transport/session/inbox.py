@@ -23,9 +23,10 @@ from diloco_jax.protocol.messages import (
     Message,
     StepReport,
 )
+from diloco_jax.protocol.pacing import LEARNERS_MAX_LIMIT
 from diloco_jax.protocol.reports import merged_report
 from diloco_jax.transport.commands import Command, Reply
-from diloco_jax.transport.link import Delivery, Traffic, TransportConfig, is_bulk
+from diloco_jax.transport.link import SUBSCRIBER, Delivery, Traffic, TransportConfig, is_bulk
 from diloco_jax.transport.proto import diloco_pb2 as pb
 
 # What each host of a learner with several sends.
@@ -50,6 +51,8 @@ class Inbox:
         self._woken = False
         self._counting = threading.Lock()
         self.traffic = Traffic(0, 0)  # all sessions
+        # Peers choose their names, so at most as many are counted as can be learners. Subscribers are not counted.
+        self._of_learners: dict[str, Traffic] = {}
 
     def get(self, timeout_s: float) -> tuple[Session, Delivery] | None:
         """Remove and return the oldest delivery; None after `timeout_s` seconds or a `wake`."""
@@ -75,11 +78,26 @@ class Inbox:
             self._woken = True
             self.changed.notify_all()
 
-    def count(self, received_bytes: int = 0, sent_bytes: int = 0) -> None:
-        """Add to the traffic of this inbox's sessions; any thread may call it."""
+    def count(self, peer: str, received_bytes: int = 0, sent_bytes: int = 0, shared_bytes: int = 0) -> None:
+        """Add to the traffic of all sessions and of one peer; any thread may call it.
+
+        Args:
+            shared_bytes: Bytes for the peer that were sent once for several peers, and are counted for another one.
+                They are traffic of the peer, but no further traffic of all sessions.
+        """
         with self._counting:
-            received, sent = self.traffic
-            self.traffic = Traffic(received + received_bytes, sent + sent_bytes)
+            self.traffic = self.traffic.plus(received_bytes, sent_bytes)
+            known = self._of_learners.get(peer)
+            if known is None:
+                if peer.startswith(SUBSCRIBER) or len(self._of_learners) >= LEARNERS_MAX_LIMIT:
+                    return
+                known = Traffic(0, 0)
+            self._of_learners[peer] = known.plus(received_bytes, sent_bytes + shared_bytes)
+
+    def traffic_of_learners(self) -> tuple[Traffic, dict[str, Traffic]]:
+        """Return the traffic of all sessions, and at the same moment that of each learner, by name."""
+        with self._counting:
+            return self.traffic, dict(self._of_learners)
 
 
 class Session:
@@ -115,6 +133,10 @@ class Session:
     @property
     def hosts(self) -> int:
         return max(1, self.header.hosts)
+
+    def count(self, received_bytes: int = 0, sent_bytes: int = 0, shared_bytes: int = 0) -> None:
+        """Add to the traffic of the peer as `Inbox.count` does; all hosts of a learner are one peer."""
+        self.inbox.count(self.peer, received_bytes, sent_bytes, shared_bytes)
 
     def offer(self, message: Message, payload: bytes | memoryview) -> bool:
         """Deliver a message of the peer as `put` does, or to `on_host`; return whether it was accepted."""

@@ -130,10 +130,13 @@ class Listener:
         """Make a waiting `receive` return None at once; any thread may call it."""
         self._inbox.wake()
 
-    @property
-    def traffic(self) -> Traffic:
-        """Return the bytes received from and sent to all learners so far."""
-        return self._inbox.traffic
+    def traffic_of_learners(self) -> tuple[Traffic, dict[str, Traffic]]:
+        """Return the bytes from and to all peers so far, and those of each learner by name, over all its hosts.
+
+        Every byte that is counted belongs to a session. So the traffic of all is the sum over the learners and the
+        subscribers. In a bucket a version is written once for all and read by each, so the sum is larger than it there.
+        """
+        return self._inbox.traffic_of_learners()
 
     @property
     def requests(self) -> dict[str, int]:

@@ -379,7 +379,7 @@ class StreamSession(Session):
         try:
             while (item := lane.outbox.take()) is not None:
                 frame = wire.control_frame(lane.header, item.body)
-                self.inbox.count(sent_bytes=len(frame))
+                self.count(sent_bytes=len(frame))
                 yield frame
             yield wire.goodbye_frame(lane.header, lane.outbox.reason)
         finally:
@@ -390,7 +390,7 @@ class StreamSession(Session):
         lane = self.control
         try:
             for raw in stream:
-                self.inbox.count(received_bytes=len(raw))
+                self.count(received_bytes=len(raw))
                 event = lane.reader.read(raw)
                 if isinstance(event, wire.Ready):
                     self.hear_holdings(event.holdings)

@@ -164,7 +164,7 @@ class Stripe:
 
     def _frame(self, head: bytes, views: Sequence[memoryview], digested: bool) -> list[memoryview]:
         frame = wire.bulk_frame(head, views, checked=not self._connection.encrypted, digested=digested)
-        self._session.inbox.count(sent_bytes=sum(part.nbytes for part in frame))
+        self._session.count(sent_bytes=sum(part.nbytes for part in frame))
         return frame
 
     def _read(self) -> None:
@@ -189,7 +189,7 @@ class Stripe:
                 session.hear_goodbye(lane, event.reason)
             else:
                 self._receive(prefix, event)
-            session.inbox.count(received_bytes=wire.PREFIX_BYTES + prefix.head_bytes + prefix.data_bytes)
+            session.count(received_bytes=wire.PREFIX_BYTES + prefix.head_bytes + prefix.data_bytes)
             del event
 
     def _receive(self, prefix: wire.Prefix, event: wire.Incoming) -> None:

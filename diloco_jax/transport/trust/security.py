@@ -41,6 +41,8 @@ TOKEN_KEY = "diloco-token-bin"
 PROBE_TIMEOUT_S = 2.0
 # The name of bulk connections in TLS (ALPN), so that one port serves both kinds.
 BULK_PROTOCOL = "diloco-bulk"
+# Offered by a caller without TLS that only finds out whether the other side speaks it.
+PROBE_PROTOCOL = "diloco-probe"
 
 Files: TypeAlias = tuple[bytes, bytes, bytes]  # authority, certificate, key
 
@@ -364,6 +366,7 @@ def diagnose(config: TransportConfig, name: str) -> str:
             context.load_cert_chain(files["tls_certificate"], files["tls_key"])
         else:
             # The handshake only shows whether the other side speaks TLS at all.
+            context.set_alpn_protocols(["h2", PROBE_PROTOCOL])
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with dial(config.address, context, PROBE_TIMEOUT_S) as stream:
             if not config.encrypted:

@@ -99,6 +99,14 @@ def test_without_maxtext_the_command_says_so(module: str) -> None:
     assert ended.returncode == 2 and "MaxText is not installed here" in ended.stderr
 
 
+def test_an_export_replaces_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model").touch()
+    ended = command(COMMANDS[1], "run", str(tmp_path))
+    assert ended.returncode == 2 and f"{tmp_path} exists and is not an empty folder" in ended.stderr
+    ended = command(COMMANDS[1], "run", str(tmp_path / (300 * "n")))
+    assert ended.returncode == 2 and "File name too long" in ended.stderr and "Traceback" not in ended.stderr
+
+
 def test_the_words_and_the_place_in_the_run_are_checked_before_maxtext_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,10 +99,9 @@ def test_page_report_and_comparison_have_the_rows(tmp_path: Path) -> None:
     page = write_report(folder).read_text(encoding="utf-8")
     (data,) = re.findall(r'<script type="application/json" id="data">(.*)</script>', page)
     run = json.loads(data)["runs"][0]
-    figure = {"name": "tokens_per_round", "words": "tokens per round", "form": "count"}
-    assert run["figures"][-1] == figure | {"value": 40}
-    assert run["columns"][-1] == {"name": "tokens_per_step", "words": "tokens per step", "form": "mean"}
-    assert run["islands"]["a"]["tokens_per_step"] == 10
+    assert run["figures"][-1] == {"name": "tokens_per_round", "words": "tokens per round", "value": 40, "text": "40"}
+    assert run["columns"][-1] == {"name": "tokens_per_step", "words": "tokens per step"}
+    assert run["islands"]["a"]["tokens_per_step"] == "10.00"
     found = compare([folder])
     assert found["rows"][0]["tokens_per_round"] == 30
     assert re.search(r"tokens per round +30", describe_comparison(found, 100))
@@ -123,7 +122,16 @@ def test_the_facts_of_an_island_are_those_that_the_syncer_counts() -> None:
     syncer.on_message(hello("a"), 0.0)
     stats.on_report(report("a", 1), 1.0)
     (row,) = stats.status(1.0)
-    assert {each.name for each in fields(IslandFacts)} == {*row, "metrics"}
+    moved = {"up_bytes", "down_bytes", "up_bytes_per_s", "down_bytes_per_s"}
+    assert {each.name for each in fields(IslandFacts)} == {*row, "metrics", *moved}, "its link is counted elsewhere"
+
+
+def test_the_bytes_of_islands_are_among_those_of_the_wire() -> None:
+    wire = {"up_bytes": 9, "down_bytes": 5, "by_island": {"a": {"up_bytes": 7, "down_bytes": 4}}}
+    for learners in ([{"learner": "a"}, {"learner": "b"}], {"a": {}, "b": {}}):
+        facts = RunFacts.of({"wire": wire, "learners": learners})
+        assert [(each.up_bytes, each.down_bytes) for each in facts.islands] == [(7, 4), (None, None)]
+        assert (facts.up_bytes, facts.down_bytes) == (9, 5)
 
 
 def test_names_and_series_are_unique() -> None:
@@ -133,10 +141,3 @@ def test_names_and_series_are_unique() -> None:
     series = [row.series.name for row in table.RUN_FIGURES if row.series]
     series += [row.series.name for row in table.ISLAND_FIGURES if row.series]
     assert len(set(series)) == len(series)
-
-
-def test_forms_of_the_page_are_those_of_the_table() -> None:
-    script = (Path(table.__file__).parents[2] / "tools" / "page" / "elements.js").read_text(encoding="utf-8")
-    (forms,) = re.findall(r"const FORMS = \{(.*?)\n\};", script, re.DOTALL)
-    used = {row.form.name for row in table.RUN_FIGURES} | {row.form.name for row in table.ISLAND_FIGURES}
-    assert all(re.search(rf"\b'?{name}'?[,:]", forms) for name in used)

@@ -3,19 +3,20 @@
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from diloco_jax.core.drift import Drift
 from diloco_jax.protocol.effects import Merge, Note
-from diloco_jax.protocol.messages import METRICS_MAX, OWN_MACHINE, OWN_PROCESS, Metric, MetricsReport
+from diloco_jax.protocol.messages import METRICS_MAX, OWN_MACHINE, OWN_PROCESS, Metric, MetricsReport, StepReport
 from diloco_jax.protocol.watch.alarms import REMEDIES, Alarm
 from diloco_jax.protocol.watch.drift import DriftWatch
 from diloco_jax.runtime.learner.metrics import NAMES_MAX, IslandMetrics, memory
 from diloco_jax.runtime.records.earlier import NOTHING_EARLIER
 from diloco_jax.runtime.records.liveness import machine_number, tell_restart
 from diloco_jax.runtime.records.telemetry import read_metrics
-from diloco_jax.runtime.syncer.watch import Watch, merged_metrics
+from diloco_jax.runtime.syncer.watch import REFUSAL_LENGTH_MAX, Watch, merged_metrics
 
 STEPS: list[tuple[Any, ...]] = []
 
@@ -110,6 +111,35 @@ def test_the_process_of_an_island_is_known_on_its_machine(tmp_path: Any, machine
     values = (Metric("loss", 1.0), Metric(OWN_PROCESS, 1234.0), Metric(OWN_MACHINE, float(machine)))
     watch.on_metrics(MetricsReport("a", 2, 7, values), 1.5)
     assert (watch._metrics, watch._processes) == ({"a": {"loss": 1.0}}, {"a": told})
+
+
+def test_the_newest_refusal_of_an_island_is_kept_until_it_joins_and_of_no_stranger(tmp_path: Any) -> None:
+    watch = _watch(tmp_path)
+    members = watch.context.machine.membership
+    members.members, members.bans = {"a": None, "c": None, "x": None}, {"x"}
+    # Another process greets with the name of a connected member, which may be lost later for another reason.
+    members.connected = lambda: [SimpleNamespace(learner_id="c")]
+    watch.context.config.islands = SimpleNamespace(names=("b",))
+    watch.context.clock, watch.exposed, watch._time_left = SimpleNamespace(now_s=lambda: 1.0), MagicMock(), MagicMock()
+    for name in ("a", "b", "c", "x", "stranger"):
+        watch.on_refused(name, "first")
+        watch.on_refused(name, "steps\n" + 1000 * "9")
+    assert watch._refused == dict.fromkeys("ab", "steps " + (REFUSAL_LENGTH_MAX - 6) * "9")
+    watch.on_note(Note("joined", 1, -1, ("a",), "incarnation 2"))
+    assert watch._refused.keys() == {"b"}
+
+
+def test_a_refusal_of_another_process_is_forgotten_when_the_island_trains_on(tmp_path: Any) -> None:
+    """Otherwise it would explain a later failure of the island."""
+    watch = _watch(tmp_path)
+    watch._refused = {"a": "an old incarnation", "b": "steps differ"}
+    members = watch.context.machine.membership
+    members.members = {"a": SimpleNamespace(past_tokens=0)}  # type: ignore[misc]
+    watch.context.stats.on_report = lambda report, now_s: report.learner_id == "a"  # type: ignore[method-assign]
+    watch.exposed = SimpleNamespace(on_report=lambda report, now_s: ())  # type: ignore[assignment]
+    for name in ("a", "b"):
+        watch.on_report(StepReport(name, 2, 1, 10, 0, (), 1.0, 2.0, 0, 0, ()), 1.0)
+    assert watch._refused == {"b": "steps differ"}
 
 
 def test_the_process_of_an_island_that_left_is_forgotten(tmp_path: Any) -> None:

@@ -22,12 +22,13 @@ from diloco_jax.core.layout import value_digest
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.bans import Bans
 from diloco_jax.protocol.learner.recovery import DAMAGED_MAX
+from diloco_jax.protocol.leases import earlier_range
 from diloco_jax.protocol.membership import other_run
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import STAMP
 from diloco_jax.runtime.island import adoptions, payloads
 from diloco_jax.runtime.learner.effects import LinkKeeper, Signals
-from diloco_jax.runtime.learner.joined import Joining, island_pulse
+from diloco_jax.runtime.learner.joined import EARLIER_STEPS, Joining, island_pulse
 from diloco_jax.runtime.learner.run import LearnerRun
 from diloco_jax.runtime.learner.tape import learner_tape_path
 from diloco_jax.runtime.records.signals import RefusedForGood
@@ -310,16 +311,23 @@ def test_leaving_before_the_first_step_is_polite_too(script: Script) -> None:
     assert end == ["end", "stopped from outside", [0, 0], chain.head]
 
 
-def test_without_new_data_old_data_is_read_again_and_no_step_waits(script: Script) -> None:
-    script.admit(samples=(0, 24))
-    while (report := script.await_message(messages.StepReport)).local_step < 8:
+def test_without_new_data_earlier_data_is_read_and_no_step_waits(
+    script: Script, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    script.admit(samples=(976, 1000))
+    while (report := script.await_message(messages.StepReport)).local_step < 3 + EARLIER_STEPS:
         pass
     assert report.samples == report.granted == 24
-    assert [line[3] for line in script.tape("step")[:6]] == [[[8 * i % 24, 8 * i % 24 + 8]] for i in range(6)]
-    script.say(messages.Lease(24, 50, 66))
+    earlier = [list(earlier_range(NAME, INCARNATION, step, 1000, 8)) for step in range(4, 9)]
+    read = [[976, 984], [984, 992], [992, 1000], *earlier]
+    assert [line[3] for line in script.tape("step")[:8]] == [[each] for each in read]
+    assert caplog.text.count("the leased data is used up") == 1
+    script.say(messages.Lease(24, 1050, 1066))
     while script.await_message(messages.StepReport).samples < 32:
         pass
-    assert [[50, 58]] in [line[3] for line in script.tape("step")]
+    assert [[1050, 1058]] in [line[3] for line in script.tape("step")]
+    assert "new data is leased, after" in caplog.text
 
 
 def test_a_state_is_given_in_parts_and_taken_by_another(

@@ -194,6 +194,8 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
         check_same_run(began, replace(began, protocol=ProtocolConfig(quorum=2)), tmp_path)
     with pytest.raises(ValueError, match=r"seed is 1, but .*, and 1 more settings differ; .*--resume\), or start"):
         check_same_run(began, replace(began, seed=1, train=replace(began.train, steps=9)), tmp_path)
+    with pytest.raises(ValueError, match=r"own settings \(\S*diloco syncer \S+/config\.yaml --run-dir \S+\), or start"):
+        check_same_run(began, replace(began, seed=1), tmp_path, program="syncer")
 
 
 def test_only_a_run_that_ended_early_can_be_resumed(tmp_path: Path) -> None:

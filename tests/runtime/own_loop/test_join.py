@@ -428,6 +428,8 @@ def test_a_late_island_of_a_complete_run_ends_well(tmp_path: Path, caplog: pytes
             diloco_jax.join("127.0.0.1:1", transport=nobody, run_dir=tmp_path, **one)
     assert isinstance(caught.value, diloco_jax.RunComplete) and caught.value.code == 0
     assert "the run is complete, so a has nothing to do" in caplog.text
+    waits = f"; the run in {tmp_path} is complete, so without a syncer this process ends after that time"
+    assert [waits in line for line in caplog.messages if "waiting up to" in line] == [False, True]
 
 
 def test_an_address_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,18 +119,24 @@ def test_a_run_without_a_status_names_what_it_waits_for_or_where_to_look(tmp_pat
 
 def test_a_run_that_starts_again_says_so(tmp_path: Path) -> None:
     earlier = word(age_s=1e5, process=GONE) | {
-        "wire": {"up_bytes": 5, "down_bytes": 7},
+        "wire": {"up_bytes": 5, "down_bytes": 7, "by_island": {"a": {"up_bytes": 3, "down_bytes": 6}}},
         "eval_loss": 1.5,
         "eval_step": 3,
+        "eval_scores": {"accuracy": 0.5},
         "requests": {"puts": 4},
     }
     (tmp_path / "status.json").write_text(json.dumps(earlier))
     start_again(tmp_path)
     told = read_status(str(tmp_path), ask_status)
     assert told["state"] == "starting" and told["learners"] == [] and told["global_step"] == 3
-    assert read_earlier(tmp_path) == ({"up_bytes": 5, "down_bytes": 7}, 1.5, [], 3, {"puts": 4}), (
-        "what only it tells stays"
-    )
+    of_a = {"a": {"up_bytes": 3, "down_bytes": 6}}
+    wire = {"up_bytes": 5, "down_bytes": 7}
+    stays = (wire, 1.5, [], 3, {"puts": 4}, of_a, {"accuracy": 0.5})
+    assert read_earlier(tmp_path) == stays, "what only it tells stays"
+    del earlier["wire"]["by_island"]
+    (tmp_path / "status.json").write_text(json.dumps(earlier))
+    assert read_earlier(tmp_path).by_island == {}, "an older version wrote it"
+    start_again(tmp_path)
     (tmp_path / "status.json").unlink()
     start_again(tmp_path)
     assert not (tmp_path / "status.json").exists()
@@ -155,7 +161,7 @@ def test_a_resumed_run_says_that_its_islands_start() -> None:
     assert {row["condition"] for row in status["learners"]} == {"joining"}
     line = "r is starting, waiting for: islands, which are starting: 0 of 2 connected"
     changes = Changes(0.0)
-    assert [changes.look(status, (), float(second)) for second in range(3)] == [f"[0 s] {line}", "", ""]
+    assert [changes.look(status, (), float(second)) for second in range(3)] == [f"[start 0 s] {line}", "", ""]
 
     syncer.on_message(hello("a", incarnation=2, versions=tuple(syncer.versions)), 4.0)
     assert look("b")["waiting_for"] == "islands, which are starting: 1 of 2 connected"
@@ -183,6 +189,41 @@ def test_banned_names_are_in_the_status_with_their_reasons(tmp_path: Path) -> No
     syncer.on_admit("b", 5.0)
     syncer.on_admit("never-seen", 5.0)
     assert "banned" not in describe(compose_status("r", syncer, stats, 6.0, **told))
+
+
+def test_a_refused_island_is_shown_with_the_reason_until_it_connects() -> None:
+    syncer = running("a", "b")
+    stats = RunStats(("a", "b", "c"), 10, syncer)
+    syncer.on_disconnect("b", 1, "killed", 3.0)
+    told: dict[str, Any] = {"stopped": False, "blocked": "", "alarms": [], "metrics": {}, "processes": {}}
+    told |= {"left_s": None, "episodes": [], "eval_loss": None, "wire": {}, "num_parameters": 10, "awaited": set()}
+    told |= {"refused": {"a": "an old process", "b": "global steps differs", "c": "corpus differs"}}
+    status = compose_status("r", syncer, stats, 4.0, **told)
+    assert [row["learner"] for row in status["refused"]] == ["b", "c"]
+    text = describe(status)
+    assert "  b  disconnected for 1 s" in text and "; refused: global steps differs;" in text
+    assert text.endswith("\nrefused: c: corpus differs") and "an old process" not in text
+    syncer.on_message(hello("b", incarnation=2, versions=tuple(syncer.versions)), 5.0)
+    assert "global steps differs" not in describe(compose_status("r", syncer, stats, 6.0, **told))
+
+
+def test_an_old_status_describes_islands_in_the_past() -> None:
+    syncer = running("a", "b")
+    told: dict[str, Any] = {"stopped": False, "blocked": "", "alarms": [], "metrics": {}, "processes": {}}
+    status = compose_status("r", syncer, RunStats(("a", "b"), 10, syncer), 4.0, left_s=None, **told)
+    assert describe(status).count("  training for ") == 2
+    old = describe(status | {"state": "not running", "remedy": "start it", "said_s_ago": 9.0})
+    assert "training for" not in old and "  a  was training: inner step 1," in old
+
+
+def test_status_and_summary_have_the_same_mean_of_contributors() -> None:
+    syncer = running("a", "b")
+    stats = RunStats(("a", "b"), 10, syncer)
+    # 8673 / 4999 = 1.734947
+    syncer.progress.merged_parts, syncer.progress.merged_rounds = 8673, 4999
+    told: dict[str, Any] = {"stopped": False, "blocked": "", "alarms": [], "metrics": {}, "processes": {}}
+    status = compose_status("r", syncer, stats, 4.0, left_s=None, **told)
+    assert status["contributors_per_round"] == stats.summary({}, 4.0)["contributors_per_round"] == 1.7349
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "5", "null", '{"name": 1}', "{"])

@@ -61,7 +61,8 @@ class Scraped:
         told: dict[str, Any] = {"stopped": False, "blocked": "", "eval_loss": 2.25, "eval_scores": {"french loss": 2.5}}
         told |= {"alarms": [Alarm("tape", "", "a disk is full").as_dict()], "metrics": self.metrics, "left_s": None}
         told |= {"processes": {}}
-        told |= {"wire": {"up_bytes": 7, "down_bytes": 9}, "episodes": []}
+        by_island = {name: {"up_bytes": 3, "down_bytes": 4} for name in self.syncer.membership.members}
+        told |= {"wire": {"up_bytes": 7, "down_bytes": 9, "by_island": by_island}, "episodes": []}
         status = compose_status("run", self.syncer, self.stats, now_s, **told)
         self.exposed.tell(status, now_s)
         return status

@@ -56,6 +56,7 @@ def test_a_round_is_told_with_its_durations(tmp_path: Path) -> None:
     assert found["diloco_evaluation_loss", ()] == 2.25 and found["diloco_alarms", (("kind", "tape"),)] == 1
     own = of_island(found, "island-0")
     assert own["diloco_island_steps_total"] == 2 and own["diloco_island_tokens_total"] == 20
+    assert own["diloco_island_received_bytes_total"] == 3 and own["diloco_island_sent_bytes_total"] == 4
     assert own["diloco_island_participation_ratio"] == own["diloco_island_last_merged_round"] == 1
     assert of_island(found, "island-1")["diloco_island_staleness_rounds"] == 1, "it has not heard of round 1"
     assert found["process_resident_memory_bytes", ()] > 1e6

@@ -7,18 +7,22 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from diloco_jax.core.fragments import Slice
+from diloco_jax.protocol.effects import SaveSnapshot
 from diloco_jax.protocol.pacing import ProtocolConfig
 from diloco_jax.protocol.releases import OtherRelease
 from diloco_jax.protocol.syncer.machine import Syncer
+from diloco_jax.protocol.syncer.subscribers import Subscribers
 from diloco_jax.runtime.model.arithmetic import Capture
 from diloco_jax.runtime.model.global_model import GlobalModel
 from diloco_jax.runtime.records import checkpoint
 from diloco_jax.runtime.syncer import snapshots
+from diloco_jax.runtime.syncer.run import SyncerDriver
 from diloco_jax.runtime.syncer.snapshots import (
     OtherHistory,
     Snapshot,
@@ -29,6 +33,7 @@ from diloco_jax.runtime.syncer.snapshots import (
     write_snapshot,
 )
 from tests.limits import HANGS_S
+from tests.protocol.syncer_inputs import running
 from tests.runtime.models import gradient, make_model, merge
 
 # Orbax leaves coroutines behind when it finds a damaged folder
@@ -262,3 +267,13 @@ def test_snapshots_of_another_history_are_set_aside(tmp_path: Path) -> None:
     write_snapshot(tmp_path, "run", model, *taken(model, 6), keep=1)
     found = sorted(path.name for path in tmp_path.iterdir())
     assert found == ["other_history_step_00000080", "other_history_step_00000090", "step_00000006"]
+
+
+def test_a_snapshot_at_the_last_step_is_left_to_the_final_one() -> None:
+    machine, snapshots, other = running("a", "b", total_steps=100), MagicMock(), MagicMock()
+    context: Any = SimpleNamespace(taped=None, machine=machine, model=None, clock=other, tape=other)
+    driver = SyncerDriver(context, other, other, other, snapshots, other, Subscribers(machine, ""))
+    driver._execute([SaveSnapshot(100)])
+    assert not snapshots.save.called
+    driver._execute([SaveSnapshot(99)])
+    snapshots.save.assert_called_once_with()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
 from diloco_jax.cli.main import main
@@ -22,6 +23,7 @@ from diloco_jax.training.models.config import LoraConfig
 from diloco_jax.training.optimizers import OptimizerConfig
 from diloco_jax.training.sharding import MeshConfig
 from tests.tools.export.folders import make_run, model_of, public
+from tests.training.chat.templates import LINES, SPECIAL, said, write_tokenizer
 
 TOKENS = np.random.default_rng(0).integers(0, 300, (2, 48)).astype(np.int32)
 # The family, whether layers are stacked, and the targets.
@@ -91,9 +93,9 @@ def test_the_files_of_an_adapter_and_of_a_merged_model(tmp_path: Path) -> None:
     run = run_with_adapters(tmp_path, "qwen3", True, ("q", "down"))
     assert export(run, tmp_path / "adapter", "--dtype", "bfloat16") == 0
     assert export(run, tmp_path / "merged", "--merged", "--format", "npz") == 0
-    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert said["r"] == 3 and said["lora_alpha"] == 5.0 and said["base_model_name_or_path"].endswith("public")
-    assert sorted(said["target_modules"]) == ["mlp.down_proj", "self_attn.q_proj"]
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["r"] == 3 and config["lora_alpha"] == 5.0 and config["base_model_name_or_path"].endswith("public")
+    assert sorted(config["target_modules"]) == ["mlp.down_proj", "self_attn.q_proj"]
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert len(written) == 2 * 2 * 2, "two matrices of two targets in two layers"
     first = written["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"]
@@ -107,6 +109,40 @@ def test_the_files_of_an_adapter_and_of_a_merged_model(tmp_path: Path) -> None:
     expected = theirs["blocks/q/kernel"] + 5 / 3 * np.stack([a[layer] @ b[layer] for layer in range(2)])
     np.testing.assert_allclose(merged["blocks/q/kernel"], expected, atol=1e-6)
     assert (merged["blocks/v/kernel"] == theirs["blocks/v/kernel"]).all()
+
+
+def test_a_damaged_file_beside_the_weights_is_named_and_the_snapshot_is_not_blamed_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_with_adapters(tmp_path, "qwen3", True, ("q",))
+    (tmp_path / "public" / "tokenizer.json").write_text("{}")
+    assert export(run, tmp_path / "adapter") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "run has no snapshot that can be exported; step_00000007, the newest one: " in said
+    assert "public/tokenizer.json is damaged" in said and not (tmp_path / "adapter").exists()
+
+
+def test_adapters_come_with_what_a_merged_model_has_to_write_replies(tmp_path: Path) -> None:
+    """Same tokenizer, template and ends of turns; without config.json, because transformers would expect a model."""
+    run = run_with_adapters(tmp_path, "qwen3", True, ("q",))
+    # The tokenizer of a base model ends documents with another token than its template ends turns.
+    write_tokenizer(tmp_path / "public", LINES, end="</s>")
+    rows = [{"messages": [said("user", f"q{n}"), said("assistant", f"a {n}.")]} for n in range(60)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["data"] = {"format": "chat", "path": str(tmp_path / "chat.jsonl"), "tokenizer": str(tmp_path / "public")}
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert export(run, tmp_path / "adapter") == 0 and export(run, tmp_path / "merged", "--merged") == 0
+    adapter, merged = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("adapter", "merged")
+    )
+    assert merged.keys() - adapter.keys() == {"config.json", "model.safetensors"}
+    assert adapter.keys() - merged.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    shared = adapter.keys() & merged.keys()
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} < shared
+    assert all(adapter[name] == merged[name] for name in shared)
+    ends = json.loads(adapter["generation_config.json"])["eos_token_id"]
+    assert [SPECIAL[number] for number in ends] == ["</s>", "<|stop|>"]
 
 
 def test_merged_needs_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

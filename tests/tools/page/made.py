@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from diloco_jax.runtime.records.telemetry import WENT_BACK
+
 Record = dict[str, Any]
 
 
@@ -19,6 +21,12 @@ def joined(name: str, t: float, incarnation: int = 1) -> Record:
 
 def lost(name: str, t: float) -> Record:
     return note("disconnected", t, 1, name, reason="lost")
+
+
+def resumed(t: float) -> Record:
+    """The start of a syncer that continues a stopped run from a snapshot."""
+    start = note("life", t, 1, reason=f"process 2 of the syncer: {WENT_BACK}")
+    return start | {"versions": {"jax": "1"}, "host": "x"}
 
 
 def step(name: str, t: float, n: int, tokens: int, step_s: float = 1.0, **more: Any) -> Record:

@@ -46,7 +46,7 @@ def test_a_run_is_shown_and_what_happens_to_it(browser: Browser, tmp_path: Path)
         shows(browser, "#alarm-list", "None")
         shows(browser, "#island-table", "training")
         shows(browser, "#events", "b joined: incarnation 1")
-        shows(browser, "#samples", "50.0 %")
+        shows(browser, "#samples", "50.0%")
         gone = row("b", state="gone", condition="gone", reason="no connection")  # b is killed
         told = [Alarm("gone", "b", "b is disconnected: no connection").as_dict()]
         (folder / "status.json").write_text(json.dumps(status(learners=[row("a"), gone], alarms=told)))

@@ -82,9 +82,9 @@ BEGAN = [event(1, "joined", "a"), event(2, "joined", "b")]
 )
 def test_a_moment_tells_what_the_events_up_to_then_show(events: list[dict[str, Any]], says: str) -> None:
     script = Path(faults.__file__).with_name("page.js").read_text(encoding="utf-8")
-    function = re.search(r"const nearest = .*?(?=function drawMoment)", script, re.DOTALL)
+    function = re.search(r"const CONNECTION = .*?(?=function drawMoment)", script, re.DOTALL)
     assert function is not None and NODE is not None
-    around = "const smoothed = x => [], known = x => x != null, time = x => `${x} s`;"
+    around = "const smoothed = x => [], pointAt = x => null, known = x => x != null, time = x => `${x} s`;"
     run = json.dumps({"events": events, "faults": [], "curves": {"loss": {}}})
     code = f"{around}{function[0]}console.log(describeMoment({run}, 10))"
     told = subprocess.run([NODE, "-e", code], capture_output=True, text=True, timeout=HANGS_S, check=True).stdout

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.messages import DRAINED
+from diloco_jax.protocol.messages import DRAINED, SYNCER_STOPPED
 from diloco_jax.protocol.watch.alarms import Alarm, Standing
 from diloco_jax.runtime.records.telemetry import Telemetry
 from diloco_jax.tools.page.board import Board
@@ -96,7 +96,8 @@ def test_the_number_of_islands_is_a_curve_until_the_run_is_complete(tmp_path: Pa
     feed.look()
     islands = feed.whole()["curves"]["islands"]
     assert islands["connected"] == [[t, count] for t, count in counts]
-    assert islands["merged per round"] == [[4.5, 1], [6.5, 2], [6.75, 6]]
+    # A stretch is drawn in its middle, and begins where the one before it ends.
+    assert islands["merged per round"] == [[4.5, 1], [5.5, 2], [6.625, 6]]
 
 
 def test_the_loss_on_each_corpus_is_a_curve(tmp_path: Path) -> None:
@@ -168,6 +169,10 @@ TIMES = [
     # Islands that leave a complete run do not lower its goodput.
     ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), {**lost("a", 1.5), "kind": "finished", "members": []},
       lost("a", 1.5), wire(9.0, 1, 0, 0)], {"training": 1.0, "between": 0.5}),
+    # The syncer was stopped, and resumed from its tape.
+    ([joined("a", 0.0), step("a", 1.0, 1, 10, 1.0), note("left", 2.0, 1, "a", reason=SYNCER_STOPPED),
+      joined("a", 8.0, 2), step("a", 10.0, 1, 20, 1.0, incarnation=2)],
+     {"training": 2.0, "between": 1.0, "stopped": 6.0, "joining": 1.0}),
 ]  # fmt: skip
 
 
@@ -177,7 +182,7 @@ def test_every_island_second_has_one_use(records: list[dict[str, Any]], uses: di
     for record in records:
         times.take(record)
     told = times.as_dict()
-    nothing = dict.fromkeys(("training", "data", "between", "joining", "away"), 0.0)
+    nothing = dict.fromkeys(("training", "data", "between", "joining", "away", "stopped"), 0.0)
     assert told["islands"]["a"] == {**nothing, **uses}
     assert told["islands"]["never"] == {**nothing, "away": told["span_s"]}
     assert told["goodput"] == pytest.approx(uses["training"] / (2 * told["span_s"]), abs=1e-4)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_jax.tools.page.curve import Curve, few
+from diloco_jax.protocol.messages import SYNCER_STOPPED
+from diloco_jax.tools.page.curve import BREAKS_MAX, Curve, few
 from diloco_jax.tools.page.feed import RunFeed
 from diloco_jax.tools.page.page import write_report
-from diloco_jax.tools.page.story import STRETCHES_MAX, Story, against
+from diloco_jax.tools.page.story import PAUSES_MAX, STRETCHES_MAX, Story, against
 from tests.tools.page.browser import CHROMIUM, Browser
-from tests.tools.page.made import append, joined, lost, made_run, note, one_round, step, wire
+from tests.tools.page.made import append, joined, lost, made_run, note, one_round, resumed, step, wire
 
 Records = list[dict[str, Any]]
 
@@ -166,6 +168,108 @@ def test_few_points_are_means_of_all(values: list[float], most: int) -> None:
     assert few([(1.0, 2.0), (3.0, 6.0), (5.0, 1.0)], 2) == [[2.0, 4.0], [5.0, 1.0]]
 
 
+def test_no_mean_and_no_thinning_crosses_a_break() -> None:
+    assert few([(1.0, 2.0), (2.0, 4.0), (9.0, 8.0), (10.0, 6.0)], 1, [2]) == [[1.5, 3.0], [None, None], [9.5, 7.0]]
+    # Of too many breaks the longest are left.
+    times = [float(n + 100 * (n >= 500)) for n in range(1000)]
+    points = few([(t, 0.0) for t in times], 1000, range(1, 1000))
+    assert sum(point[0] is None for point in points) == BREAKS_MAX
+    assert points[points.index([600.0, 0.0]) - 1] == [None, None]
+    curve = Curve(4)
+    for n in range(20):
+        curve.cut() if n in (7, 8) else None
+        curve.add(float(n), 1.0)
+    assert curve.few(100) == [[0.0, 1.0], [None, None], [8.0, 1.0], [16.0, 1.0], [19.0, 1.0]]
+
+
+def stopped_run() -> Records:
+    """Islands a and b train until 10 s, are stopped, and train again from 40 s to 50 s; b was killed at 5 s."""
+    found = [joined("a", 0.0), joined("b", 0.0)]
+    for n in range(1, 11):
+        found += [
+            step("a", n, n, 10 * n, loss=4.0),
+            step("b", n + 0.1, n, 10 * n, 1.0, loss=4.0, incarnation=1 + n // 6),
+        ]
+        found += [note("merged", n + 0.2, n, "a", "b"), wire(n + 0.3, n, 100 * n, 0) | {"connected_islands": 2}]
+    found += [note("left", 10.4, 10, "a", reason="x"), note("left", 10.4, 10, "b", reason="x"), wire(10.5, 10, 1000, 0)]
+    found.append(resumed(40.0))
+    for n in range(1, 11):
+        found += [step(name, 40 + n, n, 100 + 10 * n, loss=2.0, incarnation=3) for name in "ab"]
+        found += [note("merged", 40.2 + n, 10 + n, "a"), wire(40.3 + n, 10 + n, 1000 + 100 * n, 0)]
+    return found
+
+
+def test_a_stop_breaks_curves_and_rounds_and_is_a_use_of_its_own(tmp_path: Path) -> None:
+    folder = made_run(tmp_path)
+    (folder / "metrics.jsonl").write_text("")
+    append(folder, *stopped_run())
+    made = data_of(page_of(folder))
+    curves, learners = made["curves"], made["summary"]["learners"]
+    breaks = {
+        name: [at for at, point in enumerate(points) if point[2] is None] for name, points in curves["loss"].items()
+    }
+    assert breaks == {"a": [10], "b": [5, 11]}
+    assert [point[0] for point in curves["totals"] if point[0] is not None][9:12] == [10.3, 10.5, 41.3]
+    assert sum(point[1] is None for point in curves["totals"]) == 1
+    begins = [begin for begin, _, _ in curves["cells"]]
+    assert begins[9:12] == [9.2, 41.2, 41.2] and [end for _, end, _ in curves["cells"]][9] == 10.2
+    assert curves["islands"]["merged per round"][9:12] == [[9.7, 2.0], [None, None], [41.2, 1.0]]
+    assert {name: row["restarts"] for name, row in learners.items()} == {"a": 0, "b": 1}, "a resume is not a restart"
+    assert [row["stopped"] for row in made["times"]["islands"].values()] == [29.5, 29.5]
+    assert made["times"]["shares"]["stopped"] == f"{29.5 / 50.3:.1%}"
+    # A kill of the syncer is not a stop: islands trained on, and their rate counts.
+    failover = [
+        record | {"reason": "it came back from its tape"} if record["kind"] == "life" else record
+        for record in stopped_run()
+    ]
+    story = told(*failover)
+    assert not any(None in point for point in story.curves(100)["totals"]) and story.stretches[10].begin_s == 41.2
+
+
+@pytest.mark.parametrize("stop", [resumed(40.0), note("left", 3.0, 1, "a", "b", reason=SYNCER_STOPPED)])
+def test_no_line_of_connected_islands_crosses_a_stop(stop: dict[str, Any]) -> None:
+    wires = [wire(t, 1, 0, 0) | {"connected_islands": 2} for t in (1.0, 2.0, 41.0)]
+    story = told(*wires[:2], stop, wires[2])
+    assert story.curves(100)["islands"]["connected"] == [[1.0, 2.0], [2.0, 2.0], [None, None], [41.0, 2.0]]
+
+
+@pytest.mark.parametrize(("reason", "restarts"), [(SYNCER_STOPPED, 0), ("killed", 1)])
+def test_an_island_that_was_stopped_with_its_syncer_does_not_restart(reason: str, restarts: int) -> None:
+    """As in `protocol/member.py`, also if the syncer continues from its tape."""
+    back = resumed(3.0) | {"reason": "process 2 of the syncer: it came back from its tape"}
+    story = told(
+        step("a", 1.0, 1, 10), note("left", 2.0, 1, "a", "b", reason=reason), back, step("a", 4.0, 1, 20, incarnation=2)
+    )
+    assert {name: track.restarts for name, track in story.tracks.items()} == {"a": restarts}
+
+
+def test_a_complete_run_ends_where_it_was_complete() -> None:
+    story = told(
+        *stopped_run(),
+        note("finished", 51.0, 20),
+        step("a", 60.0, 11, 999, loss=9.0, incarnation=3),
+        wire(60.0, 20, 9999, 0),
+    )
+    curves = story.curves(100)
+    assert curves["totals"][-1][0] == 50.3 and curves["loss"]["a"][-1][0] == 50.0
+    assert story.tokens == 999 + 200, "the step counts"
+    # The run is trained longer.
+    for record in (resumed(90.0), step("a", 91.0, 1, 1000, incarnation=4), wire(92.0, 21, 10000, 0)):
+        story.take(record)
+    assert story.curves(100)["totals"][-1][0] == 92.0
+
+
+def test_many_pauses_leave_the_longest() -> None:
+    story, t = Story(), 0.0
+    for n in range(1, 4 * PAUSES_MAX):
+        t += 1 + 100 * (n == 50)
+        story.take(resumed(t))
+        story.take(note("merged", t, n, "a"))
+    pauses = [later.begin_s - earlier.end_s for earlier, later in pairwise(story.stretches)]
+    assert sum(pause > 0 for pause in pauses) == PAUSES_MAX and max(pauses) == 101
+    assert sum(each.rounds for each in story.stretches) == 4 * PAUSES_MAX - 1 and len(story.stretches) <= STRETCHES_MAX
+
+
 def test_a_curve_keeps_its_ends_and_is_even() -> None:
     curve = Curve(10)
     for n in range(100):
@@ -186,6 +290,24 @@ def test_growth_is_even_after_a_gap_and_means_are_of_all_islands(tmp_path: Path)
         lines = [{"points": [[t, value] for t in range(100)]} for value in (1, 3)]
         means = browser.run(f"smoothed({json.dumps(lines)})")
         assert {mean for _, mean in means} == {2} and (means[0][0], means[-1][0]) == (0, 99)
+        # A stop from 30 to 60: nothing is drawn there, and nothing falls to a burst of 0.1 s at the end.
+        points = [[t, 100 * (t - 30 * (t > 59))] for t in (*range(31), *range(60, 91))]
+        points = [*points[:31], [None, None], *points[31:], [90.1, 6200]]
+        rates = browser.run(f"growth({json.dumps(points)}, 1)")
+        assert [rate for _, rate in rates].count(None) == 1
+        assert all(90 < rate < 200 for _, rate in rates if rate is not None), rates
+        assert not [t for t, rate in rates if rate is not None and 30 < t < 60]
+        lines = [
+            {"points": [*([t, 1] for t in range(31)), [None, None], *([t, 3] for t in range(60, 91))]},
+            {"points": [[0, 1], [20, 1]]},
+        ]
+        means = browser.run(f"smoothed({json.dumps(lines)})")
+        assert {mean for t, mean in means if 30 < t < 60} == {None} and {mean for _, mean in means} == {1, 3, None}
+        assert browser.run(f"pointAt({json.dumps(lines[0]['points'])}, 40)") is None
+        assert browser.run(f"pointAt({json.dumps(lines[0]['points'])}, 29.6)") == [30, 1]
+        # Lines of few points have a mean between them, too.
+        few_points = [[0, 1], [50, 2], [100, 3]]
+        assert [mean for _, mean in browser.run(f"smoothed([{{points: {few_points}}}])") if mean is None] == []
         assert browser.run("[30, 60, 90, 3600, 5400].map(tick)") == ["30 s", "1 min", "1 min 30 s", "1 h", "1 h 30 min"]
         assert browser.run("[5e4, 6e6, 1.5e6, 20].map(short)") == ["50k", "6M", "1.5M", "20"]
     finally:
@@ -256,7 +378,8 @@ def test_axes_show_the_end_of_a_run_and_printing_shows_all_events(tmp_path: Path
         browser.run("document.querySelector('#loss-range input[value=\"1\"]').click()")
         assert "above the axis" not in browser.run("document.querySelector('#loss').textContent")
         texts = browser.run("[...document.querySelectorAll('#loss svg > text')].map(e => e.textContent)")
-        assert {"30 s", "1 min", "1 min 30 s", "2 min"} <= {*texts}, "round times"
+        assert {"30 s", "1 min", "1 min 30 s"} <= {*texts}, "round times"
+        assert "2 min" not in texts, "the step of island b is later than the end of the run"
         # The window of rounds ends soon after the last merge, and the last broadcast is cut there.
         ends = browser.run("[...document.querySelectorAll('#timeline .ph4')].map(e => +e.getAttribute('x'))")
         width = browser.run("document.querySelector('#timeline').clientWidth")

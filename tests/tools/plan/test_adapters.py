@@ -6,6 +6,7 @@ import pytest
 
 from diloco_jax.settings.text import parse
 from diloco_jax.sim.goodput.settings import Assumptions
+from diloco_jax.tools.plan.advice import advise
 from diloco_jax.tools.plan.case import case_of
 from diloco_jax.tools.plan.forecast import forecast
 from diloco_jax.tools.plan.report import describe
@@ -46,3 +47,18 @@ def test_bytes_memory_and_flops_of_adapters_by_hand(base_dtype: str, bytes_each:
     attention = 3 * 4 * tokens * 4 * 32 * LAYERS * seen
     flops = model_flops(case.config.model, case.blueprint.shapes, 1, 64).flops
     assert flops == pytest.approx(products + attention + 3 * 2 * tokens * ADAPTERS)
+
+
+def test_the_rate_of_adapters_is_compared_with_that_of_the_whole_model() -> None:
+    model = {"args": SIZES, "weights": "nowhere", "lora": {"rank": RANK}}
+    settings = {
+        "model": model,
+        "islands": {"count": 2, "devices": 1},
+        "optimizer": {"learning_rate": 2e-4},
+        "protocol": {"num_fragments": 3, "sync_every": 3},
+    }
+    case = case_of(parse(settings, "test"), Assumptions(step_s=1.0))
+    (rate,) = (each for each in advise(case) if each["setting"] == "optimizer.learning_rate")
+    # RDA with H = 3 has 0.7 times the rate of data parallel, and adapters ten times that of the whole model.
+    assert rate["change"] is None and "about 7 times as high for adapters on islands" in rate["why"]
+    assert "so 0.0002 is right where data parallel of the whole model has 2.9e-05; " in rate["why"]

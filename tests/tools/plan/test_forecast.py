@@ -406,7 +406,7 @@ def test_advice_is_followed_once(
     assert expected <= set(wanted), wanted
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**SETTINGS, **{k: {**SETTINGS.get(k, {}), **v} for k, v in config.items()}}))
-    printed = describe(forecast(case, advise(case))).partition("change:\n")[2].partition("keep  ")[0].splitlines()
+    printed = describe(forecast(case, advise(case))).partition("change:\n")[2].partition("compare:\n")[0].splitlines()
     words = [word for line in printed if line.startswith("  --") for word in line.partition("(now")[0].split()]
     assert words[::2] == [f"--{name}" for name in wanted], "as people copy it"
     after = case_of(load(path, words), assumed)
@@ -486,6 +486,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, config, "--round-trip-ms", "25", "--price-per-egress-gb", "0.1")
     assert code == 0 and "assumed, as no chips are named" in out and "traffic costs" in out
     assert "  25 " in out and "nothing to change (--why prints reasons)" in out and "keep:" not in out
+    assert "compare:\n  --optimizer.learning_rate 0.003\n" in out and "optimizer.learning_rate:" not in out
     _, out, _ = run(capsys, config, "--why")
     assert "keep:\n  --protocol.sync_every" in out and "nothing to change" not in out
 

@@ -37,5 +37,7 @@ def test_the_rule_by_hand() -> None:
     assert factor("rda", 3) == 0.7
     assert factor("average", 6) == factor("average", 24) == pytest.approx(0.7071, abs=1e-4)
     assert factor("rda", 24) == pytest.approx(0.495, abs=1e-3)
+    adapters = rate_factor(MergeConfig(method="rda"), ProtocolConfig(sync_every=3, num_fragments=1), adapters=True)
+    assert adapters == pytest.approx(7.0)
     classes = ProtocolConfig(sync_every={"mlp": 4, "rest": 24}, num_fragments=24)
     assert rate_factor(MergeConfig(method="average"), classes) == pytest.approx(0.866, abs=1e-3)

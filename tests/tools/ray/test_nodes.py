@@ -164,7 +164,7 @@ def test_islands_follow_the_nodes(tmp_path: Path, nodes: Nodes) -> None:
     print(output, phases, [(m, len([*same])) for m, same in itertools.groupby(counts)], sep="\n")
     assert process.returncode == 0 and "complete: evaluation loss" in output, output
     audit = run("audit", run_dir)
-    assert audit.returncode == 0 and "every sample has one fate" in audit.stdout, audit.stdout + audit.stderr
+    assert audit.returncode == 0 and "every lease of a sample has one fate" in audit.stdout, audit.stdout + audit.stderr
     print(audit.stdout)
     assert "raylet" not in output and "has been marked dead" in (run_dir / "logs/ray.log").read_text(), output
     # Four islands wait at first. Three that lost their nodes wait again; the place of the fourth may be there at once.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol.leases import Fates, Holding, LeaseBook
+from diloco_jax.protocol.leases import Fates, Holding, LeaseBook, earlier_range
 from diloco_jax.protocol.messages import LearnerMessage, Lease
 from diloco_jax.protocol.watch import sample_book
 from diloco_jax.protocol.watch.auditor import Auditor
@@ -46,7 +46,7 @@ def test_quiet_run(tmp_path: Path) -> None:
     result = result_of(pair)
     assert result["violations"] == 0 and result["repeated"] == result["released"] == 0
     assert result["merged"] > 20 and result["rounds"] >= 10 and result["learner_tapes"] == 2
-    assert "every sample has one fate" in describe(result)
+    assert "every lease of a sample has one fate" in describe(result)
 
 
 def test_what_adoption_overwrote_before_any_round_took_it_is_not_merged(tmp_path: Path) -> None:
@@ -193,6 +193,52 @@ def test_learner_that_reads_what_is_not_its_own(tmp_path: Path, excess: int) -> 
     assert found == f"b.1.jsonl line {at + 1}: b read positions {words}, which were not leased to it"
 
 
+def test_a_learner_without_leased_data_reads_what_the_rule_gives_it_and_nothing_else(tmp_path: Path) -> None:
+    pair = TapedPair(tmp_path, lease_ahead_steps=4)
+    pair.join("a", "b")
+    pair.steps(9, "a", "b")
+    pair.cut("b")
+    front = max(lease.stop for lease in pair.messages(Lease, "b"))
+    pair.steps(30, "b")
+    pair.connect("b")
+    pair.steps(4, "a", "b")
+    assert result_of(pair)["violations"] == 0
+    path = pair.path_of("b")
+    lines = path.read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith('["step",30,'))
+    fields = json.loads(lines[at])
+    assert fields[3] == [list(earlier_range("b", 1, 30, front, 2))]
+    owned = {each for lease in pair.messages(Lease, "b") for each in range(lease.start, lease.stop)}
+    # Another range that was leased to a.
+    start = next(each for each in range(front) if each != fields[3][0][0] and not {each, each + 1} & owned)
+    fields[3] = [[start, start + 2]]
+    lines[at] = json.dumps(fields)
+    path.write_text("\n".join(lines) + "\n")
+    (found,) = broken(pair)
+    assert found == f"b.1.jsonl line {at + 1}: b read positions {start} to {start + 1}, which were not leased to it"
+
+
+def test_a_learner_whose_highest_lease_was_lost_reads_positions_below_the_highest_that_arrived(tmp_path: Path) -> None:
+    """Its data goes to others, and the leases of its new book end below the lost one."""
+    pair = TapedPair(tmp_path, lease_ahead_steps=8, release_s=30.0)
+    pair.join("a", "b")
+    pair.steps(3, "a", "b")
+    pair.held = {"b:Lease"}
+    pair.steps(1, "a", "b")
+    pair.held = set()
+    pair.cut("b")
+    pair.wait(60.0)
+    pair.connect("b")
+    pair.cut("b")
+    ends = [lease.stop for lease in pair.messages(Lease, "b")]
+    assert ends[0] < ends[-1] < max(ends), "the newest lease ends between the first and the lost one"
+    pair.steps(20, "b")
+    assert pair.learners["b"].allotment.earlier_steps > 0
+    pair.connect("b")
+    pair.steps(4, "a", "b")
+    assert result_of(pair)["violations"] == 0
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -327,7 +373,13 @@ def test_trained_samples_are_told_from_those_that_were_leased_ahead(tmp_path: Pa
     ahead = result["out"] - result["out_trained"]
     assert f"of the {result['out']} still leased, {result['out_trained']} were trained on" in text
     assert f"; {ahead} were leased ahead and not trained on" in text
-    assert "12,345 samples were leased" in describe(result | {"leased": 12_345})
+    again = {"leased": 12_345, "repeated": 2_345, "released": 3_000}
+    line = describe(result | again).splitlines()[0]
+    assert line.startswith(
+        f"10,000 samples were leased in {result['rounds']} merged rounds, and 2,345 times again after "
+    )
+    assert "a release: 12,345 leases of a sample; " in line and ", 3,000 released, " in line
+    assert "again" not in describe(result | {"repeated": 0}).splitlines()[0]
 
 
 def test_an_audit_of_own_data_speaks_of_no_lease(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ Moment = tuple[float, dict[str, Any] | None, list[StartPhase]]
 
 
 def lines_of(moments: list[Moment]) -> list[str]:
+    """The lines of looks at a run whose time is that of the looks."""
     changes = Changes(0.0)
-    looks = (changes.look(state, phases, now_s) for now_s, state, phases in moments)
+    looks = (changes.look(state and state | {"wall_s": now_s}, phases, now_s) for now_s, state, phases in moments)
     return [line for line in looks if line]
 
 
@@ -46,9 +47,9 @@ def test_the_lines_of_a_run() -> None:
     )
     remedy = "look at its process and its network; its log is in logs/ of the run's folder where it runs"
     assert lines == [
-        "[1 s] syncer: importing JAX",
-        "[2 s] quickstart is starting, waiting for: the first learner",
-        "[3 s] island-0: compiling, 0 of 7 programs",
+        "[start 1 s] syncer: importing JAX",
+        "[start 2 s] quickstart is starting, waiting for: the first learner",
+        "[start 3 s] island-0: compiling, 0 of 7 programs",
         "[8 s] quickstart is running",
         "[9 s] island-0 is training",
         f"[10 s] island-2 is joining: {JOINING}",
@@ -60,6 +61,15 @@ def test_the_lines_of_a_run() -> None:
         f"[2 min 05 s] alarm over: {SILENT['text']}",
         "[2 min 06 s] quickstart is complete",
     ]
+
+
+def test_a_line_has_the_time_of_the_run_even_while_its_syncer_is_silent() -> None:
+    changes = Changes(0.0)
+    assert changes.look(None, [StartPhase("syncer", "importing JAX", 0.5)], 20.0).startswith("[start 20 s] syncer")
+    told = running("training") | {"wall_s": 3.0}
+    assert changes.look(told, [], 28.0) == "[3 s] quickstart is running"
+    assert changes.look(told, [], 30.0) == "[5 s] island-0 is training"
+    assert changes.look(told | {"state": "silent"}, [], 40.0).startswith("[15 s] quickstart is silent")
 
 
 def test_nothing_is_said_while_nothing_changes() -> None:
@@ -74,11 +84,11 @@ def test_a_phase_that_lasts_gets_few_lines_with_its_newest_words() -> None:
     slow: list[Moment] = [(float(n), None, [StartPhase("island-0", step, float(n))]) for n in range(45)]
     rest: list[Moment] = [(45.0 + n, None, [StartPhase("island-0", adopt, float(n))]) for n in range(45)]
     assert lines_of([*slow, *rest]) == [
-        f"[0 s] island-0: {step}",
-        f"[10 s] island-0: {step}, for 10 s",
-        f"[20 s] island-0: {step}, for 20 s",
-        f"[40 s] island-0: {step}, for 40 s",
-        f"[1 min 20 s] island-0: {adopt}, for 35 s",
+        f"[start 0 s] island-0: {step}",
+        f"[start 10 s] island-0: {step}, for 10 s",
+        f"[start 20 s] island-0: {step}, for 20 s",
+        f"[start 40 s] island-0: {step}, for 40 s",
+        f"[start 1 min 20 s] island-0: {adopt}, for 35 s",
     ]
 
 
@@ -86,9 +96,9 @@ def test_there_is_at_most_one_line_in_a_second_and_what_is_over_is_not_told() ->
     phases = [StartPhase(f"island-{n}", "importing", 0.0) for n in range(5)]
     moments: list[Moment] = [(0.1 * n, STARTING, phases if n < 25 else []) for n in range(100)]
     assert lines_of(moments) == [
-        "[0 s] quickstart is starting, waiting for: the first learner",
-        "[1 s] island-0: importing",
-        "[2 s] island-1: importing",
+        "[start 0 s] quickstart is starting, waiting for: the first learner",
+        "[start 1 s] island-0: importing",
+        "[start 2 s] island-1: importing",
     ]
     assert LINE_EVERY_S == 1.0
 

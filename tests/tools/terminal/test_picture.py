@@ -87,6 +87,20 @@ def test_a_wide_terminal_shows_more_with_its_units() -> None:
     ]
 
 
+def test_a_wide_terminal_shows_the_bytes_per_second_of_each_link() -> None:
+    moved = {"up_bytes_per_s": 1_234_567.8, "down_bytes_per_s": 0.0}
+    islands = [learner("island-0", metrics=METRICS, **moved), learner("island-1", "gone", up_bytes_per_s=None)]
+    at_80, at_120, at_160 = (drawn(render(status(learners=islands), width), width) for width in (80, 120, 160))
+    assert "per s per s" not in at_80 and "1.23 MB" not in at_80
+    for text in (at_120, at_160):
+        first, second = ([*words(row).split()] for row in text.splitlines() if row.startswith("island-"))
+        assert " ".join(first).startswith("island-0 training 410 41% 13.2k 1.900 409 98% 0 0.3 s 1.23 MB 0 B")
+        assert " ".join(second).startswith("island-1 disconnected 1m 410 – 13.2k 1.900 409 98% 0 0.3 s – –")
+    assert "420k" not in at_120 and "1 420k" in words(at_160)
+    # Nobody knows them of a run that is over, or of an older version.
+    assert "per s per s" in at_120 and "per s per s" not in drawn(render(status(), 160), 160)
+
+
 names = st.text("abc-0123456789", min_size=1, max_size=8)
 counts = st.integers(0, 10**6)
 rows = st.builds(

@@ -52,7 +52,7 @@ def test_phases_are_shown_before_there_is_a_status(tmp_path: Path) -> None:
     view = LiveView(run_in(tmp_path), console)
     assert picture_of(view) == "starting 0 s island-0 compiling, 3 of 7 programs 0 s syncer importing 0 s"
     view.print_change()
-    assert out.getvalue() == "[0 s] island-0: compiling, 3 of 7 programs\n"
+    assert out.getvalue() == "[start 0 s] island-0: compiling, 3 of 7 programs\n"
     tell_phase(tmp_path, "island-0", "")
     assert picture_of(view) == "starting 0 s syncer importing 0 s"
 
@@ -62,7 +62,7 @@ def test_without_a_terminal_it_prints_plain_lines_of_changes(tmp_path: Path) -> 
     console, out = plain_console()
     with LiveView(run_in(tmp_path), console) as view:
         assert not view.ended.is_set()
-    assert out.getvalue().splitlines()[0] == "[0 s] quickstart is running"
+    assert out.getvalue().splitlines()[0] == "[1 min 40 s] quickstart is running"
     assert "\x1b" not in out.getvalue()
 
 
@@ -101,7 +101,7 @@ def test_an_old_status_is_not_shown_as_running(tmp_path: Path, monkeypatch: pyte
     assert "quickstart silent" in text and " left" not in text
     assert f"waiting for: {silent}" in text
     view.print_change()
-    assert out.getvalue() == f"[12 s] quickstart is silent, waiting for: {silent}\n"
+    assert out.getvalue() == f"[1 min 40 s] quickstart is silent, waiting for: {silent}\n"
     write_json(path, status(wall_s=101.0))
     assert "running" in picture_of(view)
     write_json(path, status(state="complete"))
@@ -118,12 +118,12 @@ def test_a_watch_ends_with_the_run_and_says_how(
     write_json(tmp_path / "status.json", status(state="complete", global_step=1600))
     (tmp_path / "summary.json").write_text("{}")
     assert cli.main(watch) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "[0 s] quickstart is complete"
+    assert capsys.readouterr().out.splitlines()[0] == "[1 min 40 s] quickstart is complete"
     (tmp_path / "summary.json").unlink()
     # The process of this status does not exist.
     write_json(tmp_path / "status.json", status())
     assert cli.main(watch) == FAILED
-    assert capsys.readouterr().out.startswith("[0 s] quickstart is not running, waiting for: round 401")
+    assert capsys.readouterr().out.startswith("[1 min 40 s] quickstart is not running, waiting for: round 401")
     assert cli.main([*watch, "--json"]) == WRONG_INPUT
     assert "--watch draws for people" in capsys.readouterr().err
     assert cli.main(["status", str(tmp_path / "none"), "--watch"]) == WRONG_INPUT

@@ -18,6 +18,7 @@ from diloco_jax.transport.session.calls import ask_operator, ask_status
 from diloco_jax.transport.session.description import Description
 from diloco_jax.transport.session.operator_requests import DRAIN, OperatorRequest
 from diloco_jax.transport.store import names
+from diloco_jax.transport.store.seal import SEAL_BYTES
 from diloco_jax.transport.store.store import ObjectStore, StoreError
 from tests.limits import HANGS_S
 from tests.transport.bucket.conftest import POLL_S
@@ -59,6 +60,11 @@ def test_a_version_for_three_learners_is_one_object(ends: Ends, listener: Bucket
         delivery = hear(link)
         assert (delivery.message, bytes(delivery.payload)) == (VERSION, b"abc")
     assert puts.count(names.payload(1, "", "", names.reference("v", 1))) == 1
+    # The syncer sends the object once, and the link of each learner carries it.
+    total, each = listener.traffic_of_learners()
+    received, sent = map(sum, zip(*each.values(), strict=True))
+    assert each.keys() == set("abc") and received == total.received_bytes
+    assert sent == total.sent_bytes + 2 * (len(b"abc") + SEAL_BYTES)
     assert not [key for key in puts if "-p/" in key]
     # The message names the round of each learner; the payload is the same.
     assert listener.send_version("a", VERSION._replace(merged_round=5), Whole(b"never looked at"))
@@ -159,7 +165,8 @@ def test_what_is_read_is_deleted_while_the_session_lasts(ends: Ends, listener: B
             hear(listener)
         most = max(most, len(store.list("")))
     assert most < 60
-    assert listener.traffic.received_bytes < 1_000_000
+    total, each = listener.traffic_of_learners()
+    assert total.received_bytes < 1_000_000 and each == {"a": total}
 
 
 def test_closing_leaves_nothing(ends: Ends, listener: BucketListener) -> None:

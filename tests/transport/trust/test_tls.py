@@ -21,7 +21,7 @@ from diloco_jax.transport.session.front import NO_CERTIFICATE, PLAIN, TLS
 from diloco_jax.transport.session.operator_requests import ADMIT, BAN, DRAIN, OperatorRequest
 from diloco_jax.transport.session.refusals import REFUSALS
 from diloco_jax.transport.trust import certificates, security
-from diloco_jax.transport.trust.security import credentials, is_loopback
+from diloco_jax.transport.trust.security import credentials, diagnose, is_loopback
 from tests.limits import HANGS_S
 from tests.transport.ends import CONFIG, Ends, comes_true, greet, hear
 
@@ -238,7 +238,8 @@ def test_refused_callers_are_in_the_syncers_log(
         run.connect(address=plain)
     assert f"refused 127.0.0.1: {TLS}" in caplog.messages
     caplog.clear()
-    # A caller that only looks whether the port is open is not refused.
+    # Callers that only find out whether the port is open, or whether it speaks TLS, are not refused.
+    assert diagnose(dataclasses.replace(CONFIG, address=plain), "island-0") == ""
     host, port = run.listener.address.split(":")
     socket.create_connection((host, int(port))).close()
     run.meet()
