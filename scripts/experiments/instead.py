@@ -7,6 +7,7 @@ They replace functions of the package within the process of one training. A sche
   bits      bits per element on the wire, both ways: 4 (the package's int4), 2 (the best four levels for a normal
             distribution), 1 (signs); the scale is the mean square or mean magnitude of 256 elements
   feedback  false: the error of rounding is lost
+  momentum  true: the slow momenta of a round's islands are averaged too (momenta.py)
 """
 
 import math
@@ -19,8 +20,9 @@ from diloco_jax.core import codec, fragments, merge, passes
 from diloco_jax.core.kinds import Kind
 from diloco_jax.core.merge import MergeConfig, Rule, coefficients
 from diloco_jax.tools.replay.replica import Replica
+from experiments.momenta import average_momenta
 
-KNOWN = ("unit", "cut", "bits", "feedback")
+KNOWN = ("unit", "cut", "bits", "feedback", "momentum")
 # The levels and the threshold of the best four levels (Max, 1960).
 INNER, OUTER, BETWEEN = 0.4528, 1.5104, 0.9816
 
@@ -39,6 +41,8 @@ def put_in_place(wanted: Mapping[str, Any]) -> None:
         fragments.FragmentConfig.plan = _cut_by(wanted["cut"])  # type: ignore[method-assign]
     if "bits" in wanted:
         _with_codes(wanted["bits"], feedback=wanted.get("feedback", True))
+    if wanted.get("momentum"):
+        average_momenta()
 
 
 def payload_bytes(elements: int, bits: int) -> int:

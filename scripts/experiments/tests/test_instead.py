@@ -20,6 +20,11 @@ from tests.limits import HANGS_S
 PATHS = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
 
 
+def around() -> dict[str, str]:
+    """Return the environment of a process that imports the experiments."""
+    return os.environ | {"PYTHONPATH": PATHS}
+
+
 def train(folder: Path, instead: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """Return the result of a short training in a separate process."""
     base = merged(merged(COMMON, TINY), {"train": {"tokens": 8000}, "wire": {"up": "float32", "down": "float32"}})
@@ -28,9 +33,7 @@ def train(folder: Path, instead: dict[str, Any], **settings: Any) -> dict[str, A
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "schedule.json").write_text(json.dumps({"instead": instead} if instead else {}))
     words = [sys.executable, "-m", "experiments.taped", *map(str, (folder / "config.yaml", folder / "schedule.json"))]
-    done = subprocess.run(
-        [*words, str(folder)], env=os.environ | {"PYTHONPATH": PATHS}, capture_output=True, text=True, timeout=HANGS_S
-    )
+    done = subprocess.run([*words, str(folder)], env=around(), capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return found

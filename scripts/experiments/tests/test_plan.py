@@ -142,7 +142,7 @@ def test_an_unknown_key_is_named(tmp_path: Path) -> None:
 
 
 def test_every_row_of_the_order_has_a_folder() -> None:
-    assert len(names()) == 19 and {path.parent.name for path in HERE.glob("*/experiment.yaml")} == set(names())
+    assert sorted(names()) == sorted(path.parent.name for path in HERE.glob("*/experiment.yaml")) != []
 
 
 @pytest.mark.parametrize("name", names())
