@@ -27,6 +27,7 @@ class IslandFacts:
         up_bytes: bytes from the island, over all its hosts; a status and a summary have it in `wire.by_island`.
         down_bytes: bytes to the island.
         up_bytes_per_s: bytes from the island per second, lately.
+        down_bytes_per_s: bytes to the island per second, lately.
         metrics: the newest values that the island measured itself, by name (docs/metrics.md).
     """
 
